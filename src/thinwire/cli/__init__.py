@@ -1,0 +1,34 @@
+"""The ``thinwire`` command: one module per subcommand.
+
+Every module here has ``add_parser(subparsers)`` and ``run(args) -> int``. Exit status: 0 done, 1 the run failed
+(one readable line on standard error), 2 wrong arguments.
+"""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = ("demo", "bench", "lab")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, run one subcommand, return its exit status."""
+    from thinwire import __version__
+    from thinwire.errors import ThinwireError
+
+    parser = argparse.ArgumentParser(prog="thinwire", description="Train PyTorch models over slow networks.")
+    parser.add_argument("--version", action="version", version=f"thinwire {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"thinwire.cli.{name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except ThinwireError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Errors that thinwire raises. Each message says what was expected, what came, and what to do."""
+
+
+class ThinwireError(Exception):
+    """Base class of every error that is thinwire's own."""
+
+
+class RecipeError(ThinwireError, ValueError):
+    """A recipe, compressor or aggregator setting that cannot be used."""
+
+
+class PlanError(ThinwireError, ValueError):
+    """A policy that does not fit the model, or a plan that differs between ranks."""
+
+
+class AttachError(ThinwireError, RuntimeError):
+    """A model or process group to which thinwire cannot be attached."""
+
+
+class WireError(ThinwireError, ValueError):
+    """Bytes that are not what the layout says; nothing was written."""
+
+
+class ScheduleError(ThinwireError, RuntimeError):
+    """An exchange whose rounds differ from its schedule. A bug in an aggregator."""
+
+
+class RankLostError(ThinwireError, RuntimeError):
+    """A peer stopped answering during an exchange. The message names it."""
+
+
+class NonFiniteError(ThinwireError, ArithmeticError):
+    """A gradient held inf or nan and no GradScaler was given to skip the step."""
+
+
+class StateError(ThinwireError, ValueError):
+    """Saved state that does not fit this model, plan or world size."""
+
+
+class LabError(ThinwireError, RuntimeError):
+    """The emulated network could not be made, or a run in it failed."""
