@@ -95,7 +95,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
         )
     if getattr(model, "_comm_hooks", None):
         raise AttachError(
-            "the model already has a communication hook, and DDP takes only one: attach once, to a freshly wrapped model"
+            "the model already has a communication hook, and DDP takes only one: attach once, after wrapping"
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise AttachError(f"expected a torch optimizer, got {type(optimizer).__name__}")
