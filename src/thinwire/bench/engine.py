@@ -48,7 +48,7 @@ def run_benchmark(settings: Settings, on_event: Callable[[Mapping[str, Any]], No
         tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder,
         open_network(nodes=settings.nodes, rate=settings.rate, latency=settings.latency) as network,
     ):
-        status = {"emulated": network.emulated, "reason": getattr(network, "reason", "")}
+        status = {"emulated": network.emulated, "reason": network.reason or ""}
         on_event({"event": "network", **status})
         path = Path(folder) / "settings.json"
         settings.save(path)
@@ -57,15 +57,14 @@ def run_benchmark(settings: Settings, on_event: Callable[[Mapping[str, Any]], No
         result = network.start(argv, env={}, on_line=on_line).wait(timeout=_timeout_s(settings))
     if not errors.empty():
         raise errors.get()
-    if any(result.returncodes):
-        tail = "\n".join(lines)
-        raise LabError(f"the benchmark failed: {result.message}\n{tail}")
+    if not result.ok:
+        raise LabError("\n".join([f"the benchmark failed: {result.message}", *lines]))
     return make_document(
         settings,
         status,
         events,
-        rate_bps=None if settings.rate is None else parse_rate(settings.rate),
-        latency_s=None if settings.latency is None else parse_duration(settings.latency),
+        rate_bps=parse_rate(settings.rate),
+        latency_s=parse_duration(settings.latency),
     )
 
 

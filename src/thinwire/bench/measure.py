@@ -20,7 +20,8 @@ class Interface:
     """Bytes this rank's host has sent, read at its network interface; None where no network is emulated."""
 
     def __init__(self) -> None:
-        self._name = os.environ.get("THINWIRE_LAB_INTERFACE")
+        name = os.environ.get("THINWIRE_LAB_INTERFACE")
+        self._name = None if name == "lo" else name  # loopback carries every rank's bytes, and other programs'
 
     def sent_nbytes(self) -> int | None:
         """Bytes sent since the interface came up."""
@@ -74,26 +75,31 @@ def compute_phases(model: DistributedDataParallel, workload: Workload, steps: in
     return mean_over_ranks([median(column) for column in zip(*phases[1:], strict=True)])
 
 
-def measure_rate(target_s: float = 0.6, max_nbytes: int = 32 << 20) -> float:
-    """Payload bytes per second that every rank sends at once, in all-to-alls over the same gloo as the training."""
-    world_size = dist.get_world_size()
-    chunk = (128 << 10) // world_size
+def measure_rate(target_s: float = 0.5, max_nbytes: int = 32 << 20) -> float:
+    """Payload bytes per second that every rank sends at once, each to the next, over the same gloo as the training.
+
+    A ring, not an all-to-all: it keeps every link busy in both directions, so it shows the wire itself.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    nbytes = 64 << 10
     while True:
-        send = torch.zeros(chunk * world_size, dtype=torch.uint8)
-        receive = torch.empty_like(send)
+        send, receive = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
         dist.barrier()
         start = time.perf_counter()
-        dist.all_to_all_single(receive, send)
+        work = dist.isend(send, (rank + 1) % world_size)
+        dist.recv(receive, (rank - 1) % world_size)
+        assert work is not None
+        work.wait()
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)  # every rank must take the same decision
-        if elapsed.item() >= target_s or 4 * len(send) > max_nbytes:
-            return chunk * (world_size - 1) / elapsed.item()
-        chunk *= 4 if elapsed.item() < target_s / 4 else 2
+        if elapsed.item() >= target_s or 4 * nbytes > max_nbytes:
+            return nbytes / elapsed.item()
+        nbytes *= 4 if elapsed.item() < target_s / 4 else 2
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Fingerprint of the tensors' bits."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        hasher.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        hasher.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
     return hasher.hexdigest()

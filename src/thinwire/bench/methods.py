@@ -71,7 +71,7 @@ def attach(
             matrix_approximation_rank=rank,
             start_powerSGD_iter=POWERSGD_START,
             min_compression_rate=_POWERSGD_MIN_COMPRESSION,
-            orthogonalization_epsilon=1e-8,  # torch's default of 0 turns a layer's all-zero gradient into nan
+            orthogonalization_epsilon=1e-8,  # pyright: ignore[reportArgumentType]  (torch annotates an int); torch's default of 0 turns a layer's all-zero gradient into nan
         )
         model.register_comm_hook(state, powerSGD_hook)
         sent = sum(_powersgd_numel(p, rank) for p in parameters)

@@ -65,7 +65,9 @@ def colours(runs: Sequence[Run]) -> list[str]:
 
 
 def _loss_plot(runs: Sequence[Run], against: str, emulated: bool) -> bytes:
-    figure, axes = _figure(7.6, 4.4)
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    figure, axes = _figure(6.4, 4.2)
     for run, colour in zip(runs, colours(runs), strict=True):
         curve = run["curve"]
         match against:
@@ -91,12 +93,15 @@ def _loss_plot(runs: Sequence[Run], against: str, emulated: bool) -> bytes:
             source = "read at the network interface" if emulated else "payload by arithmetic"
             axes.set_xlabel(f"MB sent per host ({source}), logarithmic")
             axes.set_xscale("log")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend(loc="best")
     return _png(figure, emulated)
 
 
 def _step_plot(runs: Sequence[Run]) -> bytes:
-    figure, axes = _figure(7.6, 1.3 + 0.42 * len(runs))
+    figure, axes = _figure(11, 1.6 + 0.36 * len(runs))
     names = [label(run) for run in runs]
     forward_s, backward_s = [run["forward_s"] for run in runs], [run["backward_s"] for run in runs]
     optimizer_s = [run["compute_s"] - run["forward_s"] - run["backward_s"] for run in runs]
@@ -119,12 +124,12 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel("seconds of a step")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.42 / (0.3 + 0.14 * len(runs))), ncols=5, columnspacing=1.2)
+    figure.legend(loc="outside lower center", ncols=5)
     return _png(figure, emulated=True)
 
 
 def _bytes_plot(runs: Sequence[Run]) -> bytes:
-    figure, axes = _figure(7.6, 1.2 + 0.42 * len(runs))
+    figure, axes = _figure(11, 1.2 + 0.36 * len(runs))
     megabytes = [run["planned_nbytes_per_step"] / 1e6 for run in runs]
     axes.barh([label(run) for run in runs], megabytes, height=0.62, color=colours(runs))
     for index, value in enumerate(megabytes):

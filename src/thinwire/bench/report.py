@@ -25,6 +25,8 @@ _CAPTIONS = {
     "bytes-per-step": ("Bytes of a step", "Payload that one host sends in a step."),
 }
 
+_FULL_WIDTH = ("step-time", "bytes-per-step")
+
 _CSS = """
 :root { color-scheme: light; --ink: #1f2328; --soft: #57606a; --line: #d8dee4; --blue: #0969da; }
 * { box-sizing: border-box; }
@@ -48,7 +50,7 @@ th { vertical-align: bottom; font-weight: 600; border-bottom: 2px solid var(--in
 th:first-child, td:first-child { text-align: left; }
 tr.own td:first-child { font-weight: 600; color: var(--blue); }
 .plots { display: grid; gap: 1rem 2rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
-figure { margin: 0; } figure img { width: 100%; height: auto; margin-top: .5rem; }
+figure { margin: 0; } figure.full { grid-column: 1 / -1; } figure img { width: 100%; height: auto; margin-top: .5rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; }
 ul { padding-left: 1.2rem; } footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem;
@@ -118,7 +120,7 @@ def _subtitle(conditions: Mapping[str, Any]) -> str:
         )
     if conditions["seconds_per_method"] is not None:
         text += f"; {conditions['seconds_per_method']:g} seconds of training for each method"
-    return text + ". " + network_line(conditions)
+    return text + ". " + (network_line(conditions) if conditions["emulated"] else "")
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
@@ -182,7 +184,7 @@ def _figure(name: str, image: bytes) -> str:
     heading, caption = _CAPTIONS[name]
     data = base64.b64encode(image).decode()
     return (
-        f'<figure><h2>{heading}</h2><figcaption class="soft">{caption}</figcaption>'
+        f'<figure class="{"full" if name in _FULL_WIDTH else "half"}"><h2>{heading}</h2><figcaption class="soft">{caption}</figcaption>'
         f'<img alt="{heading}" src="data:image/png;base64,{data}"></figure>'
     )
 

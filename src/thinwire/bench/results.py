@@ -58,7 +58,7 @@ def make_document(
         "nodes": settings.nodes,
         "rate_bps": rate_bps if emulated else None,
         "latency_s": latency_s if emulated else None,
-        "measured_rate_bps": rate * 8,
+        "measured_rate_bps": rate * 8 if emulated else None,
         "optimizer_s": compute["optimizer_s"],
         "seconds_per_method": None if settings.steps is not None else settings.seconds,
         "threads_per_rank": 1,

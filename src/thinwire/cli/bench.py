@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
+from thinwire.errors import ThinwireError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -103,12 +104,12 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Turn a parser's ValueError into argparse's own error, message included: exit status 2 and one readable line."""
+    """Turn a parser's error into argparse's own error, message included: exit status 2 and one readable line."""
 
     def convert(text: str) -> Any:
         try:
             return parse(text)
-        except ValueError as error:
+        except (ValueError, ThinwireError) as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
@@ -142,10 +143,7 @@ def rate(text: str) -> str | None:
     """A rate as the lab reads it; None for ``none``."""
     from thinwire.lab import parse_rate
 
-    if text == "none":
-        return None
-    argument(parse_rate)(text)
-    return text
+    return None if argument(parse_rate)(text) is None else text
 
 
 def latency(text: str) -> str:

@@ -17,8 +17,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="train a small GPT on 4 emulated hosts with and without compression; report in 5 minutes",
         description=(
             "Trains a byte-level GPT on the source text of Python's standard library, on emulated hosts with slow "
-            "links, with PyTorch's own methods and with thinwire, the same time for each. Ends with a table and an HTML "
-            "report. Where network namespaces cannot be had it runs over plain loopback and says so."
+            "links, with PyTorch's own methods and with thinwire, the same time for each. Ends with a table and an "
+            "HTML report. Where network namespaces cannot be had it runs over plain loopback and says so."
         ),
     )
     add_network_arguments(parser)
