@@ -224,9 +224,7 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
 # --- top-k: 16-bit indices in ascending order, then their values ----------------------------------------------------
 
 
-def encode_top_k(
-    jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1
-) -> list[bool]:
+def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
     """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index.
 
     `dtype` is float32 or float16; k[j] belongs to jobs[j].
