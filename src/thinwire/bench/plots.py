@@ -116,7 +116,8 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
         axes.barh(names, widths, left=left, height=0.62, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for index, run in enumerate(runs):
-        axes.text(left[index], index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
+        end = max(left[index], run["ideal_s"] or 0.0)
+        axes.text(end, index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
     ideal = [(run["ideal_s"], index) for index, run in enumerate(runs) if run["ideal_s"] is not None]
     if ideal:
         axes.plot(*zip(*ideal, strict=True), "|", color="#1f2328", markersize=16, markeredgewidth=2, label="ideal step")

@@ -5,6 +5,8 @@ import json
 import re
 from pathlib import Path
 
+from thinwire.bench.shapes import model_layers
+
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 """PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
 
@@ -86,4 +88,17 @@ def parse_workload(text: str) -> str:
             f"unknown workload {text!r}; choose gpt, digits, or replay:NAME[/SCALE] with NAME {', '.join(REPLAYS)} "
             "and SCALE a whole number that divides the model's widths"
         )
+    if text.startswith("replay:"):
+        name, scale = split_replay(text)
+        model_layers(name, scale)  # raises for a scale that does not fit
     return text
+
+
+def split_replay(workload: str) -> tuple[str, int]:
+    """Model and scale of a replay's name.
+
+    >>> split_replay("replay:bert-large/4")
+    ('bert-large', 4)
+    """
+    name, _, scale = workload.removeprefix("replay:").partition("/")
+    return name, int(scale or 1)
