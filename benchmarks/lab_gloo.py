@@ -67,8 +67,9 @@ def main() -> None:
             sys.exit("\n".join([*lines, result.message]))
         record = json.loads(next(line for line in lines if "bus_bps" in line).partition("] ")[2])
         print(
-            f"{args.nodes} ranks, {rate}, tensor {nbytes / 1e6:.1f} MB: bus bandwidth {record['bus_bps'] / 1e6:.1f} Mbit/s"
-            f" (median of {args.repeats}), {record['sent_nbytes_per_payload']:.4f} interface bytes per payload byte"
+            f"{args.nodes} ranks, {rate}, tensor {nbytes / 1e6:.1f} MB: "
+            f"bus bandwidth {record['bus_bps'] / 1e6:.1f} Mbit/s (median of {args.repeats}), "
+            f"{record['sent_nbytes_per_payload']:.4f} interface bytes per payload byte"
         )
 
 

@@ -4,6 +4,7 @@ One process per node joins two TAP interfaces: the node's own, and the hub's por
 held for the latency, what it receives passes at once, so a path between two nodes is delayed once, at its sender.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -43,10 +44,8 @@ def _become_delay_line(node: int, hub: int, latency: float) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # the holder's requests and replies are not ours
         os.dup2(null, stream)
-    try:
+    with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -15)  # a cable does not wait for the hosts' processors
-    except PermissionError:
-        pass
     run_delay_line(node, hub, latency)
 
 
@@ -81,7 +80,5 @@ def _pass_on(source: int, target: int) -> None:
 
 def _write(target: int, frame: bytes) -> None:
     # An interface that is down, or full, loses the frame: that is what cables do.
-    try:
+    with contextlib.suppress(OSError):
         os.write(target, frame)
-    except OSError:
-        pass

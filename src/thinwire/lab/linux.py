@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import os
+import socket
 import struct
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +23,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
+
+ETHTOOL_STSO, ETHTOOL_SGRO = 0x1F, 0x2C  # TCP segmentation when sending, joining of frames when receiving
+_SIOCETHTOOL = 0x8946
 
 
 def _check(result: int, what: str) -> None:
@@ -86,6 +90,13 @@ def open_tap(name: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def set_offload(device: str, command: int, on: bool) -> None:
+    """Turn an offload (``ETHTOOL_...``) of an interface in this network namespace on or off."""
+    value = ctypes.create_string_buffer(struct.pack("II", command, on))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP16x", device.encode(), ctypes.addressof(value)))
 
 
 def namespace_of(path: str) -> Namespace | None:

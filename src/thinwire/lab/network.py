@@ -1,5 +1,6 @@
 """`Lab`: N emulated hosts on one machine; `Loopback`: the same interface without the slow network."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -207,10 +208,8 @@ class Lab(Network):
         finally:
             assert self._holder.stdin is not None
             assert self._holder.stdout is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._holder.stdin.close()
-            except BrokenPipeError:
-                pass
             self._holder.stdout.close()
             try:
                 self._holder.wait(CLOSE_TIMEOUT_S)

@@ -1,5 +1,6 @@
 """One program on every rank: started together, watched, and ended together."""
 
+import contextlib
 import os
 import selectors
 import signal
@@ -117,10 +118,8 @@ class Run:
         """Send a signal to one rank; nothing if it has ended."""
         with self._lock:
             if self.running:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfds[rank], signal_number)
-                except ProcessLookupError:
-                    pass
 
     def stop(self, reason: str = "stopped") -> None:
         """Ask every rank to end (SIGTERM, SIGKILL 5 s later) and return at once."""
@@ -188,10 +187,8 @@ class Run:
 
     def _signal_group(self, rank: int, number: int) -> None:
         # The rank is not reaped yet, so its id cannot have been given to a stranger.
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._processes[rank].pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
     def _reap(self, rank: int) -> None:
         self._signal_group(rank, signal.SIGKILL)  # what it left behind in its group

@@ -9,7 +9,7 @@ from thinwire.errors import LabError
 
 Rate: TypeAlias = str | float | None
 
-RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+RATE_UNITS = {"": 1, "bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER_AND_UNIT = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
@@ -29,8 +29,8 @@ def parse_rate(rate: Rate) -> int | None:
     """Turn a rate into bit/s.
 
     Args:
-        rate: ``"100mbit"``, ``"1.5gbit"`` (decimal units; ``/s`` may follow), a number of bit/s, or None (also
-            ``"unshaped"``) for no limit.
+        rate: ``"100mbit"``, ``"1.5gbit"`` (decimal units; ``/s`` may follow), bit/s without a unit or as a number,
+            or None (also ``"unshaped"``) for no limit.
 
     Raises:
         LabError: if it is none of these or not positive. ``mbps`` is refused because ``tc`` reads it as megabytes.
@@ -47,7 +47,7 @@ def parse_rate(rate: Rate) -> int | None:
             return None
         match = _NUMBER_AND_UNIT.fullmatch(text)
         if match is None or match[2] not in RATE_UNITS:
-            raise LabError(f"a rate looks like 100mbit or 1gbit (units {', '.join(RATE_UNITS)}), got {rate!r}")
+            raise LabError(f"a rate looks like 100mbit or 1gbit (units bit, kbit, mbit, gbit), got {rate!r}")
         bits = float(match[1]) * RATE_UNITS[match[2]]
     else:
         bits = float(rate)

@@ -1,0 +1,82 @@
+"""What users call."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from thinwire.integrations.ddp import Recipe, make_link
+from thinwire.integrations.link import Link, Scaler
+from thinwire.integrations.loggers import Logger
+from thinwire.plan import PlanOptions
+
+
+def attach(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Scaler | None = None,
+    start_after: int = 0,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+    loggers: Sequence[Logger] = (),
+) -> Link:
+    """Make a DDP model exchange compressed gradients from its next backward pass on.
+
+    Call once, on every rank, after wrapping the model. Gradients that `backward` leaves in `param.grad` are then the
+    mean over ranks as the recipe delivers it, equal on all ranks to the bit.
+
+    Args:
+        model: a `DistributedDataParallel` model on the CPU.
+        recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
+            shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
+            None leaves the parameter dense.
+        optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it.
+        scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
+            all skip it, and leaves residuals and counters as they were.
+        start_after: dense steps before compression begins.
+        options: how parameters are cut into partitions and messages, what stays dense, and the seed.
+        on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
+        threads: native threads per kernel call.
+        workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
+            most 4.
+        timeout: of each collective; torch's default for gloo if None.
+        loggers: objects with `write(step, values)`, called on rank 0; see `LogLine`, `CSV`, `TensorBoard`.
+
+    Returns:
+        A `Link`: `plan` (printable), `stats()`, `state_dict()`, `load_state_dict()`.
+
+    Raises:
+        AttachError: no process group, another kind of model, a model that has a hook.
+        RecipeError: an unknown recipe or a setting out of range.
+        PlanError: a pattern that matches nothing, or ranks whose plans differ; the first difference is named. All ranks
+            raise.
+
+    Example:
+        ```python
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
+        link = thinwire.attach(model, "topk:0.01")
+        print(link.plan)
+        ```
+    """
+    link = make_link(
+        model,
+        recipe,
+        optimizer=optimizer,
+        scaler=scaler,
+        start_after=start_after,
+        options=options,
+        on_nonfinite=on_nonfinite,
+        threads=threads,
+        workers=workers,
+        timeout=timeout,
+        loggers=loggers,
+    )
+    model.register_comm_hook(None, link.hook)  # type: ignore[operator]  # make_link has checked that it is DDP
+    return link

@@ -1,0 +1,1 @@
+"""Rounds and the drivers that perform them."""

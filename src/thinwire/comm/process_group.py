@@ -1,0 +1,281 @@
+"""Drivers over torch.distributed process groups: one that blocks, and one that overlaps.
+
+Gloo matches collectives of a group by order alone, so two that are issued in another order on another rank silently
+swap their data. Hence: one *lane* (a thread with a process group of its own) per round number; a lane runs its rounds
+strictly in the order messages were submitted; nothing is ever issued from a future's callback, and no callback waits.
+"""
+
+# torch.distributed annotates few of its parameters.
+# pyright: reportUnknownMemberType=false
+
+import datetime
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.liveness import Liveness
+from thinwire.comm.local import check_round
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
+from thinwire.errors import AttachError
+
+
+def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
+    """Do one round over a process group and return when the bytes are here."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    match transfer.round:
+        case AllToAll(nbytes):
+            if world_size == 1:
+                transfer.receive.copy_(transfer.send)
+                return
+            dist.all_to_all_single(
+                transfer.receive, transfer.send, [nbytes[rank]] * world_size, list(nbytes), group=group
+            )
+        case AllGather(nbytes):
+            if world_size == 1:
+                transfer.receive.copy_(transfer.send)
+                return
+            # Gloo gathers equal sizes only; an all-to-all of the same block to everyone takes any.
+            copies = transfer.send.repeat(world_size)
+            dist.all_to_all_single(transfer.receive, copies, list(nbytes), [nbytes[rank]] * world_size, group=group)
+        case AllReduce():
+            dist.all_reduce(transfer.send, group=group)
+            if transfer.receive is not transfer.send:
+                transfer.receive.copy_(transfer.send)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an exchange cost, once it is done.
+
+    Attributes:
+        sent_nbytes: payload bytes that left this rank.
+        num_collectives: collectives issued.
+        transport_s: wall seconds inside collectives, waiting included.
+        finished_s: `time.perf_counter()` at the end.
+    """
+
+    sent_nbytes: int = 0
+    num_collectives: int = 0
+    transport_s: float = 0.0
+    finished_s: float = 0.0
+
+
+def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.ProcessGroup) -> Outcome:
+    """Run an exchange in the calling thread.
+
+    Raises:
+        ScheduleError: it yields other rounds than its schedule.
+    """
+    outcome, rank = Outcome(), dist.get_rank(group)
+    for position, transfer in enumerate(exchange):
+        check_round(transfer.round, schedule[position] if position < len(schedule) else None, position, rank)
+        _timed(transfer, group, rank, outcome)
+    if outcome.num_collectives < len(schedule):
+        check_round(None, schedule[outcome.num_collectives], outcome.num_collectives, rank)
+    outcome.finished_s = time.perf_counter()
+    return outcome
+
+
+def _timed(transfer: Transfer, group: dist.ProcessGroup, rank: int, outcome: Outcome) -> None:
+    started = time.perf_counter()
+    perform(transfer, group)
+    outcome.transport_s += time.perf_counter() - started
+    outcome.sent_nbytes += transfer.round.sent_nbytes(rank)
+    outcome.num_collectives += 1
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One exchange on its way through the lanes. Touched by one thread at a time: a pool thread, then a lane, ..."""
+
+    exchange: Exchange
+    schedule: tuple[Round, ...]
+    done: Future[Outcome] = field(default_factory=lambda: Future[Outcome]())
+    outcome: Outcome = field(default_factory=Outcome)
+    position: int = 0
+    transfer: Transfer | None = None
+    # One per round: set when the round's transfer is ready (or will never be, after an error).
+    ready: list[threading.Event] = field(default_factory=lambda: [])
+
+
+class OverlappedDriver:
+    """Runs many exchanges at once: one is encoded while another is on the wire and a third is decoded.
+
+    At most `depth` exchanges are under way; the next starts when one ends, which bounds work memory. After an error
+    every exchange, present or future, fails with it: ranks would no longer agree on what comes next.
+
+    Args:
+        group: the ranks that take part; its own collectives are never touched.
+        num_lanes: most rounds that a schedule has.
+        workers: threads that encode and decode.
+        depth: exchanges under way at once.
+        timeout: of each collective; None for torch's default.
+
+    Creating and closing one is collective: every rank of `group` must do it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        num_lanes: int = 2,
+        workers: int = 1,
+        depth: int = 4,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._waiting: deque[_Ticket] = deque()
+        self._under_way = 0
+        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
+        ranks = dist.get_process_group_ranks(group)
+        self._liveness = Liveness(ranks, self.rank)
+        self._queues: list[queue.SimpleQueue[_Ticket | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._groups: list[dist.ProcessGroup] = []
+        for position in range(num_lanes):
+            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            assert isinstance(lane, dist.ProcessGroup)
+            orders: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=self._run_lane, args=(position, lane, orders), name=f"thinwire-lane-{position}", daemon=True
+            )
+            self._groups.append(lane)
+            self._queues.append(orders)
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
+        """Queue an exchange; call in the same order on every rank.
+
+        Returns:
+            A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
+        """
+        assert len(schedule) <= len(self._queues), f"{len(schedule)} rounds for {len(self._queues)} lanes"
+        ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
+        with self._lock:
+            if self._error is not None:
+                ticket.done.set_exception(self._error)
+                return ticket.done
+            for position in range(len(schedule)):
+                self._queues[position].put(ticket)
+            self._waiting.append(ticket)
+        self._start_waiting()
+        return ticket.done
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """A group of the same ranks, with CPU tensors, for agreeing before the first exchange."""
+        return self._groups[0]
+
+    def close(self) -> None:
+        """Stop the threads and leave the process groups, once all submitted exchanges are done."""
+        for orders in self._queues:
+            orders.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._pool.shutdown()
+        for lane in self._groups:
+            dist.destroy_process_group(lane)
+
+    def _start_waiting(self) -> None:
+        with self._lock:
+            while self._waiting and self._under_way < self._depth:
+                self._under_way += 1
+                self._pool.submit(self._advance, self._waiting.popleft())
+
+    def _advance(self, ticket: _Ticket) -> None:
+        """Run an exchange up to its next round, in a pool thread."""
+        try:
+            transfer = next(ticket.exchange, None)
+            expected = ticket.schedule[ticket.position] if ticket.position < len(ticket.schedule) else None
+            check_round(None if transfer is None else transfer.round, expected, ticket.position, self.rank)
+        except BaseException as error:
+            self._fail(error, ticket)
+            return
+        if transfer is not None:
+            ticket.transfer = transfer
+            ticket.ready[ticket.position].set()
+            return
+        ticket.outcome.finished_s = time.perf_counter()
+        with self._lock:
+            self._under_way -= 1
+        self._start_waiting()
+        ticket.done.set_result(ticket.outcome)
+
+    def _run_lane(self, position: int, lane: dist.ProcessGroup, orders: "queue.SimpleQueue[_Ticket | None]") -> None:
+        """Perform round `position` of every exchange, in order of submission."""
+        while (ticket := orders.get()) is not None:
+            ticket.ready[position].wait()
+            if self._error is not None:
+                self._settle(ticket, self._error)
+                continue
+            transfer = ticket.transfer
+            assert transfer is not None
+            ticket.transfer = None
+            try:
+                _timed(transfer, lane, self.rank, ticket.outcome)
+            except BaseException as error:
+                self._fail(self._liveness.explain(error), ticket)
+                continue
+            ticket.position += 1
+            self._pool.submit(self._advance, ticket)
+
+    def _fail(self, error: BaseException, ticket: _Ticket) -> None:
+        """Fail this exchange and all that are queued, wherever they wait."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            error = self._error
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for failed in (ticket, *waiting):
+            self._settle(failed, error)
+
+    @staticmethod
+    def _settle(ticket: _Ticket, error: BaseException) -> None:
+        for event in ticket.ready:
+            event.set()
+        if not ticket.done.done():
+            ticket.done.set_exception(error)
+
+
+def common_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group`, or the default one.
+
+    Raises:
+        AttachError: there is none.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise AttachError(
+            "the process group is not initialised: call torch.distributed.init_process_group() (and wrap the model "
+            "in DistributedDataParallel) before thinwire"
+        )
+    if group is not None:
+        return group
+    assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+    return dist.group.WORLD
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
+    """Return every rank's text, by rank. UTF-8 bytes travel, never a pickle."""
+    world_size = dist.get_world_size(group)
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
+    sizes = [torch.zeros_like(size) for _ in range(world_size)]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(1, *(int(s) for s in sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    texts = [torch.zeros_like(padded) for _ in range(world_size)]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(t[: int(s)].cpu().numpy()).decode() for t, s in zip(texts, sizes, strict=True)]

@@ -1,0 +1,67 @@
+"""Rounds: the communication an exchange consists of, as sizes (`Round`) and as buffers to move (`Transfer`).
+
+Sizes are known from arithmetic alone, for any world size, and feed the driver, the check between ranks, the byte
+counters and the cost model. Drivers only move or sum; they know no compressor.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Every rank sends nbytes[d] bytes to rank d, for every d."""
+
+    nbytes: tuple[int, ...]
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`."""
+        return sum(self.nbytes) - self.nbytes[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Rank r sends its nbytes[r] bytes to every other rank."""
+
+    nbytes: tuple[int, ...]
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`."""
+        return self.nbytes[rank] * (len(self.nbytes) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Sum, in place, `numel` numbers of `dtype` over `world_size` ranks (a ring: each rank sends 2 (n-1)/n of them)."""
+
+    numel: int
+    dtype: torch.dtype
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`."""
+        return round(2 * (self.world_size - 1) / self.world_size * self.numel * self.dtype.itemsize)
+
+
+Round = AllToAll | AllGather | AllReduce
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One round with the buffers of one rank.
+
+    AllToAll: `send` holds the blocks for rank 0, 1, ... one after another, `receive` gets world_size blocks of
+    nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
+    AllReduce: `send` is summed in place and `receive` is the same tensor.
+    """
+
+    round: Round
+    send: Tensor
+    receive: Tensor
+
+
+Exchange = Generator[Transfer, None, None]
+"""What an aggregator runs on one rank: yields its rounds in the order of its schedule and resumes when each is done."""

@@ -1,0 +1,1 @@
+"""Where thinwire plugs into PyTorch's own data-parallel tools."""

@@ -1,0 +1,133 @@
+"""DistributedDataParallel: validates, agrees, and makes the `Link` whose hook DDP calls."""
+
+import datetime
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.aggregators import Aggregator
+from thinwire.comm.process_group import OverlappedDriver, common_group
+from thinwire.errors import AttachError, RecipeError
+from thinwire.integrations.agreement import agree
+from thinwire.integrations.link import Link, Scaler
+from thinwire.integrations.loggers import Logger
+from thinwire.plan import Patterns, Plan, PlanOptions, Policy, build_plan
+
+Recipe = str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy
+
+_FIRST_BUCKET_NBYTES = 1 << 20  # DDP's own limit for the bucket that is ready first
+_FEW_BUCKETS = 4
+
+
+def make_link(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Scaler | None = None,
+    start_after: int = 0,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+    loggers: Sequence[Logger] = (),
+) -> Link:
+    """Plan a DDP model on all ranks and make its link; the hook is not registered yet. Collective.
+
+    See `thinwire.attach` for arguments and errors.
+    """
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    group = common_group(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    driver = OverlappedDriver(group, workers=workers or max(1, min(4, torch.get_num_threads())), timeout=timeout)
+
+    def build() -> Plan:
+        _check(model, optimizer, start_after, on_nonfinite)
+        plan = build_plan(_trained(model), recipe, world_size, options)
+        if optimizer is None and any(
+            param.aggregator.feedback is not None and param.aggregator.feedback.lr_correction for param in plan.params
+        ):
+            raise RecipeError("ErrorFeedback(lr_correction=True) needs attach(..., optimizer=optimizer)")
+        return plan
+
+    try:
+        plan = agree(build, driver.control)
+    except BaseException:
+        driver.close()
+        raise
+    assert isinstance(model, DistributedDataParallel)
+    link = Link(
+        plan,
+        dict(_trained(model)),
+        driver,
+        rank=rank,
+        optimizer=optimizer,
+        scaler=scaler,
+        start_after=start_after,
+        on_nonfinite=on_nonfinite,
+        track_unused=bool(model.find_unused_parameters or model.static_graph),
+        threads=threads,
+        loggers=loggers,
+    )
+    if rank == 0:
+        _advise(model, plan)
+    return link
+
+
+def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters that DDP reduces, under their names inside the wrapped module."""
+    assert isinstance(model, DistributedDataParallel)
+    ignored: set[str] = getattr(model, "parameters_to_ignore", set())
+    return [(n, p) for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_after: int, on_nonfinite: str) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(
+            f"expected a model wrapped in DistributedDataParallel, got {type(model).__name__}: attach after "
+            "model = DistributedDataParallel(model)"
+        )
+    if getattr(model, "_comm_hooks", None):
+        raise AttachError(
+            "the model already has a communication hook, and DDP takes only one: attach once, after wrapping"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise AttachError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    if start_after < 0:
+        raise AttachError(f"expected start_after >= 0 steps, got {start_after}")
+    if on_nonfinite not in ("raise", "warn"):
+        raise AttachError(f"expected on_nonfinite 'raise' or 'warn', got {on_nonfinite!r}")
+    for name, module in model.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise AttachError(f"{name}: sparse gradients are not supported; use sparse=False")
+    for name, param in _trained(model):
+        if param.device.type != "cpu":
+            raise AttachError(
+                f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo only"
+            )
+
+
+def _advise(model: DistributedDataParallel, plan: Plan) -> None:
+    """Say when training cannot gain: one rank, or buckets so few that nothing overlaps with backward."""
+    log = logging.getLogger("thinwire")
+    if plan.world_size == 1:
+        log.warning("world size 1: there is no communication to compress")
+        return
+    cap = int(getattr(model, "bucket_bytes_cap", 25 << 20))
+    rest = max(0, plan.raw_nbytes - _FIRST_BUCKET_NBYTES)
+    num_buckets = 1 + -(-rest // max(cap, 1))
+    if num_buckets < _FEW_BUCKETS and plan.raw_nbytes > _FEW_BUCKETS * _FIRST_BUCKET_NBYTES:
+        better = max(1, plan.raw_nbytes // (16 << 20))
+        log.warning(
+            "DDP will use about %d buckets, too few to overlap with backward on a slow network: "
+            "DistributedDataParallel(..., bucket_cap_mb=%d) would make about %d",
+            num_buckets,
+            better,
+            1 + -(-rest // (better << 20)),
+        )

@@ -1,0 +1,344 @@
+"""The link between a data-parallel model and its exchange: takes gradient buckets, gives back their mean.
+
+Threads: the hook and `_begin_step` run in the training thread. Messages run in the driver's threads; whichever thread
+finishes the last message of a step ends the step before the last future is resolved, so that residuals are settled
+when `backward` returns.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.aggregators import MEAN, Block, BufferPool, Dense, Message, MessageLayout
+from thinwire.comm.process_group import Outcome, OverlappedDriver
+from thinwire.errors import NonFiniteError
+from thinwire.integrations.buckets import BucketPlan, plan_bucket
+from thinwire.integrations.codec import measure_codec
+from thinwire.integrations.loggers import Logger
+from thinwire.integrations.stats import StepStats, Totals
+from thinwire.plan import Plan
+from thinwire.state import State
+
+NORM_EVERY = 50  # steps between measurements of residual_ratio, which cost a pass over the residuals
+
+
+class Scaler(Protocol):
+    """What is asked of a GradScaler."""
+
+    def get_scale(self) -> float:
+        """Return the current loss scale."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is under way between the first bucket of a backward pass and its last message."""
+
+    number: int
+    loss_scale: float = 1.0
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    stats: StepStats = field(default_factory=StepStats)
+    messages: list[Message] = field(default_factory=list)
+    pending: int = 0
+    closed: bool = False  # the last bucket has been submitted
+    last_submitted_s: float = 0.0
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """One bucket whose messages are under way."""
+
+    buffer: Tensor
+    work: Tensor | None  # the float32 copy that messages work on, where the bucket is of another dtype
+    future: "torch.futures.Future[Any]"
+    pending: int
+
+
+class Link:
+    """What `attach` returns.
+
+    Attributes:
+        plan: every partition with its compressors, owner and bytes; `print(link.plan)`.
+        state: residuals and counters.
+        error: the first error of the exchange, with its own type (`backward` can only raise RuntimeError).
+        skipped_steps: steps that were not finite and left everything as it was (with `scaler`).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Mapping[str, Tensor],
+        driver: OverlappedDriver,
+        *,
+        rank: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Scaler | None = None,
+        start_after: int = 0,
+        on_nonfinite: Literal["raise", "warn"] = "raise",
+        track_unused: bool = False,
+        threads: int = 1,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.state = State(plan, params, rank)
+        self.error: BaseException | None = None
+        self.skipped_steps = 0
+        self._names = {id(param): name for name, param in params.items()}
+        self._driver = driver
+        self._optimizer, self._scaler = optimizer, scaler
+        self._start_after, self._on_nonfinite = start_after, on_nonfinite
+        self._threads = threads
+        self._loggers = list(loggers) if rank == 0 else []
+        self._unlogged: tuple[int, StepStats] | None = None
+        self._buffers = BufferPool()
+        self._buckets: dict[tuple[str, ...], BucketPlan] = {}
+        self._totals = Totals()
+        self._step: _Step | None = None
+        self._lock = threading.Lock()
+        self._used: set[str] | None = None
+        if track_unused:
+            self._used = set()
+            for name, param in params.items():
+                param.register_post_accumulate_grad_hook(_Mark(self._used, name))
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    def stats(self, *, reset: bool = False) -> dict[str, Any]:
+        """Return per-step means since attach (or the last reset), and what stayed dense and why.
+
+        See `StepStats` for the numbers; besides: `steps`, `skipped_steps`, `work_nbytes` (pooled work memory),
+        `residual_nbytes`, and `dense`, a map from parameter name to the reason.
+        """
+        with self._lock:
+            totals = self._totals
+            if reset:
+                self._totals = Totals()
+        return {
+            "steps": totals.num_steps,
+            "skipped_steps": self.skipped_steps,
+            **totals.means(),
+            "work_nbytes": self._buffers.allocated_nbytes,
+            "residual_nbytes": self.state.nbytes,
+            "dense": {param.info.name: param.reason for param in self.plan.params if param.reason},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same rank.
+
+        Raises:
+            StateError: it does not fit; nothing was changed.
+        """
+        self.state.load_state_dict(state)
+
+    def codec_seconds(self) -> float:
+        """Return the seconds that one step's encoding and decoding take on this rank alone, measured now.
+
+        Encodes and decodes as many values as one step does, in scratch memory; nothing travels and nothing changes.
+        """
+        return measure_codec(self.plan, self.rank, threads=self._threads)
+
+    def close(self) -> None:
+        """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
+        self._flush_loggers()
+        self._driver.close()
+
+    # --- the hook ---------------------------------------------------------------------------------------------------
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Exchange one bucket; DDP's communication hook."""
+        buffer = bucket.buffer()
+        step = self._step or self._begin_step()
+        names = tuple(self._names[id(param)] for param in bucket.parameters())
+        plan = self._buckets.get(names)
+        if plan is None:
+            plan = self._buckets[names] = plan_bucket(self.plan, names, buffer)
+        raw: torch.futures.Future[Any] = torch.futures.Future()
+        warming_up = step.number < self._start_after
+        if warming_up or plan.is_dense:
+            layout = plan.dense if warming_up else plan.layouts[0]
+            work = None
+            messages = [Message(layout, [], self.rank, flat=buffer, buffers=self._buffers)]
+        else:
+            work = self._float32_copy(buffer)
+            values = buffer if work is None else work
+            messages = [
+                self._message(step, layout, values, starts)
+                for layout, starts in zip(plan.layouts, plan.starts, strict=True)
+            ]
+        waiter = _Waiter(buffer, work, raw, pending=len(messages))
+        with self._lock:
+            step.pending += len(messages)
+            step.messages += messages
+            step.closed = bucket.is_last()
+            step.last_submitted_s = time.perf_counter()
+        if step.closed:
+            self._step = None
+            if self._used is not None:
+                self._used.clear()
+        for message in messages:
+            kind = type(message.layout.partitions[0].aggregator)
+            exchange = Dense.exchange(message) if message.flat is not None else kind.exchange(message)
+            done = self._driver.submit(exchange, message.layout.rounds)
+            done.add_done_callback(_Finish(self, step, waiter, message))
+        return raw.then(unwrap)
+
+    def _begin_step(self) -> _Step:
+        self._flush_loggers()
+        step = _Step(self.state.step)
+        if self._scaler is not None:
+            step.loss_scale = float(self._scaler.get_scale())
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                for param in group["params"]:
+                    if (name := self._names.get(id(param))) is not None:
+                        step.learning_rates[name] = float(group["lr"])
+        self._step = step
+        return step
+
+    def _message(self, step: _Step, layout: MessageLayout, values: Tensor, starts: Iterable[int]) -> Message:
+        blocks: list[Block] = []
+        for partition, start in zip(layout.partitions, starts, strict=True):
+            feedback = partition.aggregator.feedback
+            block = Block(partition, values[start : start + partition.numel])
+            if feedback is not None:
+                lr = step.learning_rates.get(partition.name, 1.0)
+                block.unit_ratio = feedback.unit_ratio(
+                    lr=lr,
+                    last_lr=self.state.learning_rates.get(partition.name, lr),
+                    loss_scale=step.loss_scale,
+                    last_loss_scale=self.state.loss_scale,
+                )
+                block.residual_scale = feedback.decay * block.unit_ratio
+                block.residual = self.state.residual(partition)
+                block.owner_residual = self.state.owner_residual(partition)
+            block.used = self._used is None or partition.name in self._used
+            blocks.append(block)
+        return Message(layout, blocks, self.rank, step.number, self._threads, self._buffers)
+
+    def _float32_copy(self, buffer: Tensor) -> Tensor | None:
+        if buffer.dtype == torch.float32:
+            return None
+        work = self._buffers.take(buffer.numel() * 4).view(torch.float32)
+        return work.copy_(buffer)
+
+    # --- when messages are done (driver threads) --------------------------------------------------------------------
+
+    def _finished(self, step: _Step, waiter: _Waiter, message: Message, done: "Future[Outcome]") -> None:
+        error = done.exception()
+        with self._lock:
+            if error is None:
+                step.stats.add(message, done.result())
+            else:
+                step.error = step.error or error
+            step.pending -= 1
+            waiter.pending -= 1
+            bucket_done = waiter.pending == 0
+            step_done = step.closed and step.pending == 0
+        if self._scaler is None:
+            message.forget()
+        if step_done:
+            self._end_step(step)
+        if bucket_done:
+            if waiter.work is not None:
+                waiter.buffer.copy_(waiter.work)
+                self._buffers.give(waiter.work)
+            waiter.future.set_result(step.error or waiter.buffer)
+
+    def _end_step(self, step: _Step) -> None:
+        """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
+        nonfinite = sorted({item for message in step.messages for item in message.nonfinite})
+        if step.error is None and nonfinite and self._scaler is not None:
+            for message in step.messages:
+                message.restore()
+            self.skipped_steps += 1
+        elif step.error is None:
+            if nonfinite:
+                step.error = self._report(nonfinite)
+            self.state.step += 1
+            self.state.loss_scale = step.loss_scale
+            self.state.learning_rates = step.learning_rates
+        step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
+        if step.number % NORM_EVERY == 0 and not nonfinite:
+            step.stats.residual_ratio = self._residual_ratio(step)
+        else:
+            step.stats.residual_ratio = self._totals.last.residual_ratio
+        for message in step.messages:
+            message.forget()
+        step.messages.clear()
+        with self._lock:
+            self._totals.add(step.stats)
+            self._unlogged = (step.number, step.stats)
+            self.error = self.error or step.error
+
+    def _report(self, nonfinite: list[tuple[int, str]]) -> NonFiniteError | None:
+        rank, name = nonfinite[0]
+        where = "the mean over ranks" if rank == MEAN else f"rank {rank}"
+        error = NonFiniteError(
+            f"the gradient of {name!r} on {where} holds inf or nan, or does not fit its wire dtype ({len(nonfinite)} "
+            "such contributions); nan was delivered on all ranks and the residuals kept. With mixed precision pass "
+            "scaler=GradScaler to attach; otherwise look at the loss, or pass on_nonfinite='warn'"
+        )
+        if self._on_nonfinite == "raise":
+            return error
+        logging.getLogger("thinwire").warning("%s", error)
+        return None
+
+    def _residual_ratio(self, step: _Step) -> float:
+        total = 0.0
+        for message in step.messages:
+            values = [block.value for block in message.blocks] if message.flat is None else [message.flat]
+            total += sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values)
+        return (self.state.squared_norm() / (total / step.loss_scale**2)) ** 0.5 if total > 0 else 0.0
+
+    def _flush_loggers(self) -> None:
+        with self._lock:
+            unlogged, self._unlogged = self._unlogged, None
+        if unlogged is not None:
+            for logger in self._loggers:
+                logger.write(unlogged[0], unlogged[1].as_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A post-accumulate-grad hook that notes that backward reached a parameter."""
+
+    used: set[str]
+    name: str
+
+    def __call__(self, param: Tensor) -> None:
+        self.used.add(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """A done-callback with its arguments."""
+
+    link: Link
+    step: _Step
+    waiter: _Waiter
+    message: Message
+
+    def __call__(self, done: "Future[Outcome]") -> None:
+        self.link._finished(self.step, self.waiter, self.message, done)
+
+
+def unwrap(done: "torch.futures.Future[Any]") -> Tensor:
+    """Return the bucket, or raise. `set_exception` would lose the message on its way through C++."""
+    result = done.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result

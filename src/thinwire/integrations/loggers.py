@@ -1,0 +1,76 @@
+"""Loggers: where rank 0 writes each step's numbers."""
+
+import csv
+import logging
+import pathlib
+from typing import Any, Protocol
+
+
+class Logger(Protocol):
+    """Anything with `write`; called on rank 0, in the training thread, when the next step begins."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Take the numbers of one finished step."""
+        ...
+
+
+class LogLine:
+    """Logs one line every `every` steps through the standard `logging` module, logger "thinwire"."""
+
+    def __init__(self, every: int = 100) -> None:
+        self._every = every
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log if it is time."""
+        if step % self._every == 0:
+            logging.getLogger("thinwire").info(
+                "step %d: sent %.3g MB of %.3g MB, %d collectives, encode %.1f ms, transport %.1f ms, decode %.1f ms, "
+                "exposed %.1f ms, residual/gradient %.2f",
+                step,
+                values["wire_nbytes"] / 1e6,
+                values["raw_nbytes"] / 1e6,
+                values["num_collectives"],
+                1e3 * values["encode_s"],
+                1e3 * values["transport_s"],
+                1e3 * values["decode_s"],
+                1e3 * values["exposed_s"],
+                values["residual_ratio"],
+            )
+
+
+class CSV:
+    """Appends one row per step to a file, with a header if the file is new or empty."""
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        self._path = pathlib.Path(path)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Append a row."""
+        fresh = not self._path.exists() or self._path.stat().st_size == 0
+        with self._path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if fresh:
+                writer.writerow(["step", *values])
+            writer.writerow([step, *values.values()])
+
+
+class TensorBoard:
+    """Writes scalars `thinwire/NAME`.
+
+    Args:
+        target: a `SummaryWriter`, or a directory for a new one (needs `pip install thinwire[tensorboard]`).
+    """
+
+    def __init__(self, target: Any) -> None:
+        if isinstance(target, (str, pathlib.Path)):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError("TensorBoard logging needs `pip install thinwire[tensorboard]`") from error
+            target = SummaryWriter(str(target))
+        self._writer = target
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write every number."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"thinwire/{name}", value, step)

@@ -1,0 +1,89 @@
+"""Hooks that remember nothing between steps: the plan is made from each bucket as it comes."""
+
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.aggregators import Block, BufferPool, Message
+from thinwire.comm.process_group import Outcome, OverlappedDriver, common_group
+from thinwire.integrations.buckets import BucketPlan, plan_bucket
+from thinwire.integrations.link import unwrap
+from thinwire.plan import build_plan
+from thinwire.recipes import parse_recipe
+
+
+class StatelessHook:
+    """One recipe without feedback, for any model and process group; inf and nan are delivered as nan.
+
+    Drivers are made on first use, which is collective, as DDP calls hooks on all ranks alike.
+    """
+
+    def __init__(self, recipe: str) -> None:
+        self._recipe = parse_recipe(recipe)
+        assert self._recipe.feedback is None, f"{recipe} needs state"
+        self._drivers: weakref.WeakKeyDictionary[dist.ProcessGroup, OverlappedDriver] = weakref.WeakKeyDictionary()
+        self._plans: dict[tuple[Any, ...], BucketPlan] = {}
+        self._buffers = BufferPool()
+
+    def run(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Exchange one bucket over `state`, or over the default group."""
+        group = common_group(state)
+        driver = self._drivers.get(group)
+        if driver is None:
+            driver = self._drivers[group] = OverlappedDriver(group)
+        buffer = bucket.buffer()
+        plan = self._plan(bucket, buffer, dist.get_world_size(group))
+        raw: torch.futures.Future[Any] = torch.futures.Future()
+        if plan.is_dense:
+            messages = [Message(plan.layouts[0], [], driver.rank, flat=buffer, buffers=self._buffers)]
+            work = buffer
+        else:
+            work = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
+            messages = [
+                Message(
+                    layout,
+                    [Block(p, work[at : at + p.numel]) for p, at in zip(layout.partitions, starts, strict=True)],
+                    driver.rank,
+                    buffers=self._buffers,
+                )
+                for layout, starts in zip(plan.layouts, plan.starts, strict=True)
+            ]
+        countdown = _Countdown(len(messages), raw, buffer, work)
+        for message in messages:
+            exchange = type(message.layout.partitions[0].aggregator).exchange(message)
+            driver.submit(exchange, message.layout.rounds).add_done_callback(countdown)
+        return raw.then(unwrap)
+
+    def _plan(self, bucket: dist.GradBucket, buffer: Tensor, world_size: int) -> BucketPlan:
+        parameters = bucket.parameters()
+        key = (world_size, *((tuple(p.shape), p.dtype) for p in parameters))
+        plan = self._plans.get(key)
+        if plan is None:
+            named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+            names = [name for name, _ in named]
+            plan = self._plans[key] = plan_bucket(build_plan(named, self._recipe, world_size), names, buffer)
+        return plan
+
+
+class _Countdown:
+    """Resolves a bucket's future when its last message is done."""
+
+    def __init__(self, num: int, future: "torch.futures.Future[Any]", buffer: Tensor, work: Tensor) -> None:
+        self._num, self._future, self._buffer, self._work = num, future, buffer, work
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def __call__(self, done: "Future[Outcome]") -> None:
+        with self._lock:
+            self._num -= 1
+            self._error = self._error or done.exception()
+            last = self._num == 0
+        if last:
+            if self._work is not self._buffer and self._error is None:
+                self._buffer.copy_(self._work)
+            self._future.set_result(self._error or self._buffer)

@@ -1,0 +1,340 @@
+"""The plan: a policy resolved once against a model. Printable; its digest is compared across ranks."""
+
+import difflib
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
+from thinwire.errors import PlanError
+from thinwire.random import parameter_key
+from thinwire.recipes import parse_recipe
+from thinwire.spec import COMPRESSIBLE_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamInfo:
+    """What a policy is told of one parameter.
+
+    Attributes:
+        name: qualified name, as `named_parameters` gives it.
+        shape: its shape.
+        dtype: its dtype.
+        index: its place in the order of registration.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes uncompressed."""
+        return self.numel * self.dtype.itemsize
+
+
+Policy = Callable[[ParamInfo], Aggregator | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How parameters are cut and which stay dense.
+
+    Attributes:
+        partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices.
+        message_nbytes: raw bytes per rank after which a message is closed; smaller overlaps better on slow wires,
+            larger costs fewer collectives.
+        min_nbytes: recipes and patterns leave smaller parameters dense.
+        compress_1d: whether recipes and patterns compress one-dimensional parameters too.
+        seed: seed of every random stream.
+    """
+
+    partition_numel: int = 65536
+    message_nbytes: int = 1 << 20
+    min_nbytes: int = 1 << 16
+    compress_1d: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.partition_numel < 1 or self.message_nbytes < 1 or self.min_nbytes < 0:
+            raise PlanError(f"expected positive sizes, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedParam:
+    """One parameter's line of the plan: `reason` says why it travels dense, "" where it is compressed."""
+
+    info: ParamInfo
+    aggregator: Aggregator
+    reason: str
+    partitions: tuple[Partition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every partition with compressors, feedback, owner, raw and wire bytes.
+
+    `print(plan)` shows a table; `digest` is equal on two ranks iff they would send the same bytes in the same order.
+    """
+
+    params: tuple[PlannedParam, ...]
+    world_size: int
+    options: PlanOptions
+    by_name: dict[str, PlannedParam] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {param.info.name: param for param in self.params})
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is compressed, so that DDP's own all-reduce does it all."""
+        return all(isinstance(param.aggregator, Dense) for param in self.params)
+
+    def messages(self, names: Sequence[str]) -> list[MessageLayout]:
+        """Cut the parameters `names`, in this order, into messages.
+
+        Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient.
+        """
+        layouts: list[MessageLayout] = []
+        by_kind: dict[type[Aggregator], list[Partition]] = {}
+        for name in names:
+            for partition in self.by_name[name].partitions:
+                kind = type(partition.aggregator)
+                pending = by_kind.setdefault(kind, [])
+                pending.append(partition)
+                if kind is not Dense and sum(p.spec.raw_nbytes for p in pending) >= self.options.message_nbytes:
+                    layouts.append(kind.lay_out(by_kind.pop(kind), self.world_size))
+        layouts += [kind.lay_out(pending, self.world_size) for kind, pending in by_kind.items() if pending]
+        return layouts
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Return the payload bytes that `rank` sends per step, if the whole model were one bucket.
+
+        DDP's buckets cut some messages shorter, which adds a header of a few bytes for each cut.
+        """
+        names = [param.info.name for param in reversed(self.params)]
+        return sum(r.sent_nbytes(rank) for layout in self.messages(names) for r in layout.rounds)
+
+    def residual_nbytes(self, rank: int) -> int:
+        """Return the memory of the residuals that `rank` keeps: its own, and those of the partitions it owns.
+
+        With a GradScaler as much again is held during a step, so that a skipped one can be undone; without, only for
+        the messages under way.
+        """
+        total = 0
+        for param in self.params:
+            aggregator = param.aggregator
+            if keeps_residual(aggregator.up, aggregator.feedback):
+                total += 4 * param.info.numel
+            if keeps_residual(aggregator.down, aggregator.feedback):
+                total += 4 * sum(p.numel for p in param.partitions if p.owner == rank)
+        return total
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of all gradients, uncompressed."""
+        return sum(param.info.nbytes for param in self.params)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes that DDP's ring all-reduce would send over the bytes that the busiest rank sends; 1 with one rank."""
+        ring = 2 * (self.world_size - 1) / self.world_size * self.raw_nbytes
+        busiest = max(self.sent_nbytes(rank) for rank in range(self.world_size))
+        return ring / busiest if busiest else 1.0
+
+    def lines(self) -> list[str]:
+        """Return all that must agree between ranks, one fact a line."""
+        facts = [f"world size {self.world_size}", f"options {self.options}"]
+        for param in self.params:
+            info = param.info
+            facts.append(f"{info.name}: shape {list(info.shape)}, {info.dtype}, {param.aggregator}")
+        return facts
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `lines`."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
+        for param in self.params:
+            wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            recipe = "dense" if param.reason else param.aggregator.recipe()
+            shape = "x".join(map(str, param.info.shape)) or "scalar"
+            num = str(len(param.partitions))
+            rows.append((param.info.name, shape, recipe, num, f"{param.info.nbytes:,}", f"{wire:,}", param.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(7)]
+        left = (0, 1, 2, 6)
+        table = "\n".join(
+            "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+            for row in rows
+        )
+        sent = max(self.sent_nbytes(rank) for rank in range(self.world_size))
+        return (
+            f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {sent:,} sent per step by the "
+            f"busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
+            f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
+            "step with a GradScaler"
+        )
+
+
+class Patterns:
+    """A policy of first-match patterns on qualified names.
+
+    Args:
+        recipes: shell-style pattern -> recipe string or `Aggregator`; the first that matches decides. Parameters that
+            match none stay dense. Thresholds of `PlanOptions` apply.
+
+    Example:
+        >>> Patterns({"head.*": "dense", "*": "int8"}).resolve("head.weight").recipe()
+        'dense'
+    """
+
+    def __init__(self, recipes: Mapping[str, str | Aggregator]) -> None:
+        self._rules = [
+            (pattern, parse_recipe(recipe) if isinstance(recipe, str) else recipe)
+            for pattern, recipe in recipes.items()
+        ]
+
+    def resolve(self, name: str) -> Aggregator | None:
+        """Return what the first matching pattern says, or None."""
+        return next((recipe for pattern, recipe in self._rules if fnmatch.fnmatchcase(name, pattern)), None)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `PlanError` for a pattern that matches no parameter."""
+        for pattern, _ in self._rules:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
+                raise PlanError(f"pattern {pattern!r} matches no parameter; close names: {', '.join(close)}")
+
+
+def build_plan(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    policy: "str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy",
+    world_size: int,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Resolve a policy against a model's parameters.
+
+    Args:
+        named_parameters: those that train, in order of registration.
+        policy: a recipe string or `Aggregator` for all; patterns; or a function `ParamInfo -> Aggregator | None`, whose
+            word is final but for dtypes that no compressor takes.
+        world_size: number of ranks.
+        options: cuts and thresholds.
+
+    Raises:
+        RecipeError: an unknown recipe or a setting out of range.
+        PlanError: a pattern that matches nothing, a policy that returns something else, or no parameters.
+    """
+    options = options or PlanOptions()
+    infos = [
+        ParamInfo(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, index=index)
+        for index, (name, tensor) in enumerate(named_parameters)
+    ]
+    if not infos:
+        raise PlanError("expected a model with parameters that require gradients, got none")
+    resolve = _resolver(policy, infos, options)
+    resolved = [resolve(info) for info in infos]
+    all_dense = all(isinstance(aggregator, Dense) for aggregator, _ in resolved)
+    params: list[PlannedParam] = []
+    next_owner = 0
+    # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, so
+    # that the partitions of any bucket are spread evenly.
+    for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
+        if isinstance(aggregator, Dense) and not all_dense and info.dtype in COMPRESSIBLE_DTYPES:
+            # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
+            aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
+        partitions, next_owner = _cut(info, aggregator, options, world_size, next_owner)
+        params.append(PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions))
+    return Plan(tuple(reversed(params)), world_size, options)
+
+
+def _resolver(
+    policy: "str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy",
+    infos: Sequence[ParamInfo],
+    options: PlanOptions,
+) -> Callable[[ParamInfo], tuple[Aggregator, str]]:
+    """Return a function from a parameter to its aggregator and, if dense, why."""
+    if isinstance(policy, str):
+        policy = parse_recipe(policy)
+    if isinstance(policy, Mapping):
+        policy = Patterns(policy)
+    if isinstance(policy, Patterns):
+        policy.check([info.name for info in infos])
+
+    def resolve(info: ParamInfo) -> tuple[Aggregator, str]:
+        if info.dtype not in COMPRESSIBLE_DTYPES:
+            return Dense(), f"dtype {str(info.dtype).removeprefix('torch.')}"
+        if isinstance(policy, Aggregator):
+            aggregator = policy
+        elif isinstance(policy, Patterns):
+            aggregator = policy.resolve(info.name)
+        else:
+            aggregator = policy(info)  # type: ignore[operator]
+            if not (aggregator is None or isinstance(aggregator, Aggregator)):
+                raise PlanError(f"policy({info.name!r}): expected an Aggregator or None, got {aggregator!r}")
+            return (Dense(), "policy") if aggregator is None else _with_reason(aggregator)
+        if aggregator is None:
+            return Dense(), "no pattern matches"
+        if isinstance(aggregator, Dense):
+            return _with_reason(aggregator)
+        if len(info.shape) < 2 and not options.compress_1d:
+            return Dense(), "one-dimensional"
+        if info.nbytes < options.min_nbytes:
+            return Dense(), f"below {options.min_nbytes:,} bytes"
+        return aggregator, ""
+
+    return resolve
+
+
+def _with_reason(aggregator: Aggregator) -> tuple[Aggregator, str]:
+    return aggregator, "asked for" if isinstance(aggregator, Dense) else ""
+
+
+def _cut(
+    info: ParamInfo, aggregator: Aggregator, options: PlanOptions, world_size: int, next_owner: int
+) -> tuple[tuple[Partition, ...], int]:
+    """Cut one parameter into partitions and deal owners to them."""
+    partitions: list[Partition] = []
+    step = options.partition_numel if not isinstance(aggregator, Dense) else max(info.numel, 1)
+    key = parameter_key(options.seed, info.name)
+    for offset in range(0, max(info.numel, 1), step):
+        partition = Partition(
+            name=info.name,
+            dtype=info.dtype,
+            offset=offset,
+            numel=min(step, info.numel - offset),
+            owner=next_owner,
+            aggregator=aggregator,
+            key=key,
+        )
+        try:
+            for compressor in (aggregator.up, aggregator.down):
+                compressor.layout(partition.spec)
+        except ValueError as error:
+            raise PlanError(f"{info.name}: {error}") from error
+        partitions.append(partition)
+        next_owner = (next_owner + 1) % world_size
+    return tuple(partitions), next_owner
+
+
+def first_difference(plans: Sequence[Sequence[str]]) -> str | None:
+    """Return a sentence on the first line in which another rank's plan differs from rank 0's, or None."""
+    for rank, lines in enumerate(plans[1:], start=1):
+        for position in range(max(len(lines), len(plans[0]))):
+            ours = plans[0][position] if position < len(plans[0]) else "nothing more"
+            theirs = lines[position] if position < len(lines) else "nothing more"
+            if ours != theirs:
+                return f"rank 0 has `{ours}`, rank {rank} has `{theirs}`"
+    return None

@@ -1,0 +1,123 @@
+"""Recipe strings: the one table from short names to settings, for the command line and for `attach`.
+
+    recipe      = [aggregator "/"] kind *(":" argument)
+    aggregator  = "gather"                      (two-shot otherwise)
+    kind        = dense | fp16 | bf16 | int8 | int4 | onebit | topk
+
+Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
+`dense`, `dense:bf16`, `gather/onebit`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
+from thinwire.compressors import BlockQuant, Cast, Compressor, OneBit, TopK, Unbiased, needs_feedback
+from thinwire.errors import RecipeError
+from thinwire.feedback import ErrorFeedback
+from thinwire.spec import BlockSpec
+
+T = TypeVar("T", int, float)
+
+
+def _block_quant(bits: int, arguments: Sequence[str]) -> BlockQuant:
+    quant = BlockQuant(bits=bits)  # pyright: ignore[reportArgumentType]
+    for argument in arguments:
+        if argument in ("stochastic", "nearest"):
+            quant = dataclasses.replace(quant, rounding=argument)
+        elif argument.startswith("block="):
+            quant = dataclasses.replace(quant, block=_number(int, argument.removeprefix("block=")))
+        else:
+            raise RecipeError(f"expected 'stochastic', 'nearest' or 'block=N', got {argument!r}")
+    return quant
+
+
+def _cast(dtype: torch.dtype, arguments: Sequence[str]) -> Cast:
+    _no_more(arguments)
+    return Cast(dtype=dtype)
+
+
+def _one_bit(arguments: Sequence[str]) -> OneBit:
+    _no_more(arguments[1:])
+    return OneBit(scale=arguments[0] if arguments else "l1")  # pyright: ignore[reportArgumentType]
+
+
+def _top_k(arguments: Sequence[str]) -> TopK:
+    if not arguments:
+        raise RecipeError("expected a density, as in 'topk:0.01'")
+    dtypes = {"fp16": torch.float16, "fp32": torch.float32}
+    name = arguments[1] if len(arguments) > 1 else "fp16"
+    if name not in dtypes:
+        raise RecipeError(f"expected 'fp16' or 'fp32' values, got {name!r}")
+    _no_more(arguments[2:])
+    return TopK(density=_number(float, arguments[0]), value_dtype=dtypes[name])
+
+
+_KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
+    "fp16": lambda arguments: _cast(torch.float16, arguments),
+    "bf16": lambda arguments: _cast(torch.bfloat16, arguments),
+    "int8": lambda arguments: _block_quant(8, arguments),
+    "int4": lambda arguments: _block_quant(4, arguments),
+    "onebit": _one_bit,
+    "topk": _top_k,
+}
+
+
+def recipe_names() -> list[str]:
+    """Return every kind a recipe may name."""
+    return ["dense", *_KINDS]
+
+
+def parse_recipe(text: str) -> Aggregator:
+    """Return the settings that a recipe string stands for.
+
+    Feedback is added where the compressor needs it to converge, and nowhere else.
+
+    Raises:
+        RecipeError: an unknown name or argument; the message lists what is known.
+
+    Example:
+        >>> parse_recipe("topk:0.01").up
+        TopK(density=0.01, value_dtype=torch.float16)
+    """
+    aggregator, slash, rest = text.strip().rpartition("/")
+    kind, *arguments = rest.split(":")
+    try:
+        if aggregator not in ("", "gather") or (slash and not aggregator):
+            raise RecipeError(f"expected the aggregator 'gather' or none, got {aggregator!r}")
+        if kind == "dense" and not aggregator:
+            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+            if arguments and arguments[0] not in dtypes:
+                raise RecipeError(f"expected 'dense', 'dense:fp16' or 'dense:bf16', got {arguments[0]!r}")
+            _no_more(arguments[1:])
+            return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
+        if kind not in _KINDS:
+            raise RecipeError(f"expected one of {', '.join(recipe_names())}, got {kind!r}")
+        compressor = _KINDS[kind](arguments)
+        feedback = default_feedback(compressor)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+    if aggregator == "gather":
+        return Gather(up=compressor, feedback=feedback)
+    return TwoShot(up=compressor, down=compressor, feedback=feedback)
+
+
+def default_feedback(compressor: Compressor) -> ErrorFeedback | None:
+    """Return `ErrorFeedback()` for kinds that need it, None for the others."""
+    contract = compressor.contract(BlockSpec(shape=(65536,)))
+    return None if isinstance(contract, Unbiased) or not needs_feedback(contract) else ErrorFeedback()
+
+
+def _no_more(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise RecipeError(f"expected no further argument, got {':'.join(arguments)!r}")
+
+
+def _number(kind: type[T], text: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RecipeError(f"expected a number, got {text!r}") from None
