@@ -22,6 +22,9 @@ def _record(
         "bucket_cap_mb": 4.0,
         "start_after": 0,
         "step_s": step_s,
+        "forward_s": 0.15,
+        "backward_s": 0.3,
+        "optimizer_s": 0.05,
         "codec_s": 0.01,
         "sent_nbytes_per_step": planned * 1.05 if emulated else None,
         "planned_nbytes_per_step": planned,
@@ -41,9 +44,7 @@ def _record(
 def _make(*, emulated: bool = True, **changes: Any) -> dict[str, Any]:
     events = Events()
     facts = {"model": "a model", "data": "a text", "num_parameters": NUMEL}
-    events.add({"event": "ready", "facts": facts, "rate_nbytes_per_s": 11e6, "torch": "2.13.0"})
-    for forward_s in (0.1, 0.2):
-        events.add({"event": "compute", "forward_s": forward_s, "backward_s": 0.3, "optimizer_s": 0.05})
+    events.add({"event": "ready", "facts": facts, "rate_nbytes_per_s": 11e6, "torch": "2.13.0", "kernels": "native"})
     for run in (
         _record("ddp", step_s=1.0, steps=10, planned=6e6, emulated=emulated),
         _record(

@@ -57,7 +57,7 @@ def test_a_time_budget_ends_a_replay_on_all_ranks():
     assert run["steps"] >= 5
     assert sum(run["curve"]["step_s"]) > 0.9  # stops once the time is up, not before
     assert run["step_s"] >= 0.05
-    assert events[:3] == ["network", "ready", "compute"]
+    assert events[:3] == ["network", "ready", "method"]
     assert events.count("run") == 1
 
 

@@ -19,10 +19,10 @@ def train(workload: DigitsWorkload | GptWorkload, steps: int) -> torch.nn.Module
 
 def test_digits_learns():
     workload = DigitsWorkload(0, 1)
-    loss, correct, answers = workload.evaluate(train(workload, 80))
+    loss, correct, answers = workload.evaluate(train(workload, 45))
     assert answers == 360
-    assert correct / answers > 0.8
-    assert loss / answers < 0.8
+    assert correct / answers > 0.7
+    assert loss / answers < 1.0
 
 
 def test_ranks_share_out_the_held_out_data():

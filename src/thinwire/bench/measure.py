@@ -66,10 +66,10 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
-def compute_phases(model: DistributedDataParallel, workload: Workload, steps: int) -> list[float]:
+def compute_phases(
+    model: DistributedDataParallel, workload: Workload, optimizer: torch.optim.Optimizer | None, steps: int
+) -> list[float]:
     """Median seconds of forward, backward and optimizer, all ranks running, nothing exchanged; mean over ranks."""
-    optimizer = workload.optimizer(model.parameters())
-    workload.start(0)
     dist.barrier()
     phases = [timed_step(model, workload, optimizer, exchange=False)[1:] for _ in range(steps)]
     return mean_over_ranks([median(column) for column in zip(*phases[1:], strict=True)])

@@ -104,7 +104,7 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
     figure, axes = _figure(11, 1.6 + 0.36 * len(runs))
     names = [label(run) for run in runs]
     forward_s, backward_s = [run["forward_s"] for run in runs], [run["backward_s"] for run in runs]
-    optimizer_s = [run["compute_s"] - run["forward_s"] - run["backward_s"] for run in runs]
+    optimizer_s = [run["optimizer_s"] for run in runs]
     exposed_s = [max(0.0, run["exposed_comm_s"]) for run in runs]
     left = [0.0] * len(runs)
     for part, widths, colour in (

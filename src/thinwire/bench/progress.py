@@ -47,9 +47,6 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
                 self._print("emulated network is up" if event["emulated"] else f"plain loopback: {event['reason']}")
             case "ready":
                 self._print(f"ranks are up: {event['facts']['model']}, {event['facts']['num_parameters']:,} parameters")
-            case "compute":
-                total = sum(event[name] for name in ("forward_s", "backward_s", "optimizer_s"))
-                self._print(f"compute alone: {total:.3f} s a step")
             case "run":
                 self._print(f"{label(event['record'])}: {_run_text(event['record'])}")
 
@@ -91,7 +88,7 @@ class RichProgress(AbstractContextManager["RichProgress"]):
             case "network":
                 self._status = "starting the ranks" if event["emulated"] else f"plain loopback: {event['reason']}"
             case "ready":
-                self._status = "measuring compute without exchange"
+                self._status = "ranks are up"
             case "method":
                 self._status = "training"
                 self._states[event["method"], event["seed"]]["state"] = "running"

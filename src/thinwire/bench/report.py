@@ -19,8 +19,9 @@ _CAPTIONS = {
     "loss-against-bytes": ("Loss against bytes", "How far each method gets for what one host has sent."),
     "step-time": (
         "Where the step's time goes",
-        "Forward, backward and optimizer are measured with all hosts running and nothing exchanged. Exposed exchange "
-        "is what the step takes beyond that. The ideal step hides the exchange as far as wire and cores allow.",
+        "Forward, backward and optimizer are measured with all hosts running and nothing exchanged, right after each "
+        "method's training. Exposed exchange is what the step takes beyond that. The ideal step hides the exchange as "
+        "far as wire and cores allow.",
     ),
     "bytes-per-step": ("Bytes of a step", "Payload that one host sends in a step."),
 }
