@@ -115,15 +115,15 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
     ):
         axes.barh(names, widths, left=left, height=0.62, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    ends = [max(end, run["ideal_s"] or 0.0) for end, run in zip(left, runs, strict=True)]
     for index, run in enumerate(runs):
-        end = max(left[index], run["ideal_s"] or 0.0)
-        axes.text(end, index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
+        axes.text(ends[index], index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
     ideal = [(run["ideal_s"], index) for index, run in enumerate(runs) if run["ideal_s"] is not None]
     if ideal:
         axes.plot(*zip(*ideal, strict=True), "|", color="#1f2328", markersize=16, markeredgewidth=2, label="ideal step")
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, max(left) * 1.12)
+    axes.set_xlim(0, max(ends) * 1.12)
     axes.set_xlabel("seconds of a step")
     figure.legend(loc="outside lower center", ncols=5)
     return _png(figure, emulated=True)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,8 @@ from thinwire.bench.settings import Settings
 from thinwire.bench.table import columns, label, network_line, notes, plain_text, rows
 
 Event = Mapping[str, Any]
+
+WIDE = 125  # columns of a terminal that the whole table needs
 
 
 def make_progress(settings: Settings) -> "PlainProgress | RichProgress":
@@ -29,6 +31,19 @@ def _run_text(record: Mapping[str, Any]) -> str:
     if record["val_loss"] is not None:
         text += f", validation loss {record['val_loss']:.3f}"
     return text
+
+
+def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Any:
+    """A rich table, names left and numbers right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 class PlainProgress(AbstractContextManager["PlainProgress"]):
@@ -101,15 +116,16 @@ class RichProgress(AbstractContextManager["RichProgress"]):
     def show(self, document: Mapping[str, Any]) -> None:
         """Print the final table on standard output."""
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table(title=document["conditions"]["model"], caption=network_line(document["conditions"]))
-        for index, column in enumerate(columns(document)):
-            table.add_column(column.heading, justify="left" if index == 0 else "right")
-        for row in rows(document):
-            table.add_row(*row)
         console = Console()
-        console.print(table)
+        headings = [column.heading for column in columns(document)]
+        cells = rows(document)
+        # One table where it fits, else time and bytes above, learning below.
+        middle = headings.index("ratio") + 1 if console.width < WIDE else len(headings)
+        console.print(f"[bold]{document['conditions']['model']}[/bold]. {network_line(document['conditions'])}")
+        for part in (slice(1, middle), slice(middle, None)):
+            if headings[part]:
+                console.print(_table([headings[0], *headings[part]], [[row[0], *row[part]] for row in cells]))
         for line in notes(document):
             console.print(f"* {line}")
 
