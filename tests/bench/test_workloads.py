@@ -1,9 +1,21 @@
 """The two workloads that learn."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 from thinwire.bench.workloads.digits import DigitsWorkload
 from thinwire.bench.workloads.gpt import CONTEXT, Gpt, GptWorkload, standard_library_text
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the benchmark's ranks run; on a busy machine many threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def train(workload: DigitsWorkload | GptWorkload, steps: int) -> torch.nn.Module:
