@@ -11,7 +11,7 @@ from thinwire.bench.table import columns, label, network_line, notes, plain_text
 
 Event = Mapping[str, Any]
 
-WIDE = 125  # columns of a terminal that the whole table needs
+WIDE = 140  # columns of a terminal that the whole table needs
 
 
 def make_progress(settings: Settings) -> "PlainProgress | RichProgress":
