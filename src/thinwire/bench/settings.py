@@ -43,7 +43,7 @@ class Settings:
     rate: str | None = "100mbit"
     latency: str | None = None
     steps: int | None = None
-    seconds: float = 25.0
+    seconds: float = 24.0
     seeds: int = 1
     bucket_cap_mb: float | None = None
     start_after: int = 0

@@ -22,7 +22,7 @@ from thinwire.bench.settings import Settings
 from thinwire.bench.workloads import Workload, make_workload
 from thinwire.kernels import backend
 
-COMPUTE_STEPS = 6
+COMPUTE_STEPS = 5
 MIN_STEPS = measure.WARM_UP_STEPS + 2
 EVENT_INTERVAL_S = 0.2
 GROUP_TIMEOUT = datetime.timedelta(minutes=10)
