@@ -69,6 +69,9 @@ class Namespaces:
 
     def connect(self) -> None:
         """Lay the cables and bring everything up."""
+        linux.setns(self.hub, linux.CLONE_NEWNET)
+        with contextlib.suppress(OSError):  # the bridge would announce itself to every node
+            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
         bridge = f"tw{os.getpid()}hub"
         self._ip(self.hub, [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"])
         if self.latency is not None:
@@ -92,8 +95,8 @@ class Namespaces:
         ports = [_port(node) for node in range(len(self.nodes))]
         self._ip(
             self.hub,
-            [f"link set dev {port} master {bridge} addrgenmode none" for port in ports]
-            + [f"link set dev {device} up addrgenmode none" for device in (*ports, bridge)],
+            [f"link set dev {port} master {bridge}" for port in ports]
+            + [f"link set dev {device} up" for device in (*ports, bridge)],
         )
         wanted, self.rates = self.rates, [LinkRate(up=None, down=None)] * len(self.nodes)
         if self.delay_line == "netem":
@@ -136,7 +139,7 @@ class Namespaces:
             time.sleep(0.01)
 
     def _join_by_veth(self, node: int) -> None:
-        device, namespace = interface_name(node), f"/proc/{os.getpid()}/fd/{self.nodes[node]}"
+        device, namespace = interface_name(node), f"/proc/self/fd/{self.nodes[node]}"  # `_run` hands it down
         self._ip(
             self.hub,
             [
@@ -183,7 +186,12 @@ class Namespaces:
         linux.setns(namespace, linux.CLONE_NEWNET)
         text = "\n".join(lines) + "\n"
         done = subprocess.run(
-            [self.tools[tool], "-batch", "-"], input=text, capture_output=True, text=True, check=False
+            [self.tools[tool], "-batch", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            pass_fds=self.nodes,
         )
         if done.returncode != 0:
             raise HolderError(f"`{tool}` refused: {done.stderr.strip()}; it was given:\n{text}")
