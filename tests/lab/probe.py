@@ -1,12 +1,12 @@
 """What the ranks of the lab's tests run: plain sockets, one JSON line of results from rank 0.
 
-    probe.py receive NBYTES REPEATS [SENDERS]   rank 0 times what the others send it
-    probe.py send NBYTES                        the same, one sender, rank 0 sends
-    probe.py rtt NUM                            rank 1 answers rank 0, one byte each way
-    probe.py stream SECONDS                     rank 1 sends, rank 0 prints the rate of every half second
-    probe.py tree                               leave a grandchild in a session of its own, print its id, sleep
-    probe.py fail RANK                          this rank exits with status 7, the others sleep
-    probe.py sleep
+probe.py receive NBYTES REPEATS [SENDERS]   rank 0 times what the others send it
+probe.py send NBYTES                        the same, one sender, rank 0 sends
+probe.py rtt NUM                            rank 1 answers rank 0, one byte each way
+probe.py stream SECONDS                     rank 1 sends, rank 0 prints the rate of every half second
+probe.py tree                               leave a grandchild in a session of its own, print its id, sleep
+probe.py fail RANK                          this rank exits with status 7, the others sleep
+probe.py sleep
 """
 
 import json
@@ -60,7 +60,7 @@ def receive(nbytes: int, repeats: int, senders: int) -> None:
                 read_exactly(peer, nbytes)
             seconds.append(time.perf_counter() - start)
         print(json.dumps(seconds))
-    elif RANK <= senders:
+    elif senders >= RANK:
         peer = connect()
         for _ in range(repeats):
             read_exactly(peer, 1)
