@@ -189,6 +189,40 @@ def test_labs_run_side_by_side(probe):
     assert seconds[0] > 0
 
 
+WITHOUT_ROOT = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
+ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+"""
+
+IN_USER_NAMESPACE = """
+import json, os, sys
+from thinwire.lab import Lab
+lines = []
+with Lab(nodes=2, rate="100mbit") as lab:
+    run = lab.start([sys.executable, sys.argv[1], "receive", "100000", "2"], on_line=lambda _, line: lines.append(line))
+    result = run.wait(30)
+    user = []
+    lab.start(["id", "-u"], on_line=lambda _, line: user.append(line)).wait(30)
+    print(json.dumps([lab.in_user_namespace, result.ok, json.loads(lines[0]), user, os.geteuid()]))
+"""
+
+
+def test_without_root_a_user_namespace_serves():
+    """Root without CAP_SYS_ADMIN may make no network namespace of its own, like any other user."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(thinwire.__file__).parents[1])}
+    command = [sys.executable, "-c", WITHOUT_ROOT, IN_USER_NAMESPACE, str(PROBE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if "sudo" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    in_user_namespace, ok, seconds, user, uid = json.loads(done.stdout)
+    assert in_user_namespace
+    assert ok
+    assert min(seconds) > 0.7 * 8 * 100_000 / 1e8
+    assert user == [str(uid)] * 2
+
+
 def test_ctrl_c_leaves_nothing(cli):
     process = cli("lab", "--nodes", "2", "--rate", "10mbit", "--", PROBE, "tree")
     lines = read_until(process, "[rank", 2)
