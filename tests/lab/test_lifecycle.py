@@ -252,6 +252,7 @@ def test_clean_ends_what_a_killed_holder_left_and_no_live_lab(cli):
         os.kill(holder, signal.SIGKILL)
         process.kill()
         process.wait()
+        wait_until(lambda: not alive(holder))
         left = lab_processes(holder)
         assert len(left) >= 4  # two ranks, two grandchildren
         assert set(left) <= set(find_orphans())

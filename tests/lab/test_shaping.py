@@ -88,7 +88,7 @@ def test_a_round_trip_takes_twice_the_latency(probe, latency_s):
 def test_the_delay_line_carries_200_mbit(probe):
     with Lab(nodes=2, rate="200mbit", latency="2ms") as lab:
         rates, _ = probe(lab, "stream", 2.5)
-    assert max(rates) > 120e6
+    assert 60e6 < max(rates) < 205e6  # 191 Mbit/s of payload where the processor is free
 
 
 def test_opening_and_closing_is_fast():

@@ -69,9 +69,6 @@ class Namespaces:
 
     def connect(self) -> None:
         """Lay the cables and bring everything up."""
-        linux.setns(self.hub, linux.CLONE_NEWNET)
-        with contextlib.suppress(OSError):  # the bridge would announce itself to every node
-            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
         bridge = f"tw{os.getpid()}hub"
         self._ip(self.hub, [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"])
         if self.latency is not None:
@@ -86,8 +83,6 @@ class Namespaces:
                 namespace,
                 [
                     "link set dev lo up",
-                    # No automatic IPv6, whose chatter would be counted.
-                    f"link set dev {device} addrgenmode none",
                     f"address add {node_address(node)}/24 dev {device}",
                     f"link set dev {device} up",
                 ],
@@ -205,6 +200,9 @@ def _find_tool(name: str) -> str:
 
 
 def _open_own_namespace() -> int:
+    """Descriptor that keeps the namespace this process has just made; interfaces to come will not speak IPv6."""
+    with contextlib.suppress(OSError):  # unasked announcements would only blur the byte counts
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
