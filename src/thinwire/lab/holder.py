@@ -36,9 +36,18 @@ class HolderError(Exception):
     """The network cannot be made; the message says why and what helps."""
 
 
-def interface_name(node: int, owner: int | None = None) -> str:
-    """Name of a node's interface. It carries the id of the holder, so that leftovers can be told from live ones."""
-    return f"tw{owner or os.getpid()}n{node}"
+def mark() -> str:
+    """Name of an idle interface in every namespace of this lab, and the start of all names of interfaces in it.
+
+    It carries the holder's id, so that what a killed lab left can be told from a live one. A node's real interface
+    could not serve: it vanishes with the other end of its cable, in the hub.
+    """
+    return f"tw{os.getpid()}"
+
+
+def interface_name(node: int) -> str:
+    """Name of a node's interface."""
+    return f"{mark()}n{node}"
 
 
 def node_address(node: int) -> str:
@@ -69,7 +78,7 @@ class Namespaces:
 
     def connect(self) -> None:
         """Lay the cables and bring everything up."""
-        bridge = f"tw{os.getpid()}hub"
+        bridge = mark()
         self._ip(self.hub, [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"])
         if self.latency is not None:
             self.delay_line = "netem" if self._has_netem() else "user space"
@@ -83,6 +92,7 @@ class Namespaces:
                 namespace,
                 [
                     "link set dev lo up",
+                    f"link add name {mark()} type bridge",
                     f"address add {node_address(node)}/24 dev {device}",
                     f"link set dev {device} up",
                 ],
