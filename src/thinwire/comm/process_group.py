@@ -141,7 +141,10 @@ class OverlappedDriver:
         self._groups: list[dist.ProcessGroup] = []
         self._lanes: list[ThreadPoolExecutor] = []  # of one thread each, so first in, first out
         for position in range(num_lanes):
-            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            # torch names a locally synchronised group by its ranks, and the name of one that was left would come back
+            # with its stale addresses; named by a counter, a group needs every rank of the default one.
+            partial = len(ranks) < dist.get_world_size()
+            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=partial)
             assert isinstance(lane, dist.ProcessGroup)
             self._groups.append(lane)
             self._lanes.append(ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-lane-{position}"))
