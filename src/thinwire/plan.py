@@ -168,7 +168,10 @@ class Plan:
     def __str__(self) -> str:
         rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
         for param in self.params:
-            wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            if param.info.dtype in COMPRESSIBLE_DTYPES:
+                wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            else:
+                wire = param.info.nbytes
             recipe = "dense" if param.reason else param.aggregator.recipe()
             shape = "x".join(map(str, param.info.shape)) or "scalar"
             num = str(len(param.partitions))
@@ -319,11 +322,12 @@ def _cut(
             aggregator=aggregator,
             key=key,
         )
-        try:
-            for compressor in (aggregator.up, aggregator.down):
-                compressor.layout(partition.spec)
-        except ValueError as error:
-            raise PlanError(f"{info.name}: {error}") from error
+        if info.dtype in COMPRESSIBLE_DTYPES:
+            try:
+                for compressor in (aggregator.up, aggregator.down):
+                    compressor.layout(partition.spec)
+            except ValueError as error:
+                raise PlanError(f"{info.name}: {error}") from error
         partitions.append(partition)
         next_owner = (next_owner + 1) % world_size
     return tuple(partitions), next_owner
