@@ -103,18 +103,20 @@ class Plan:
     def messages(self, names: Sequence[str]) -> list[MessageLayout]:
         """Cut the parameters `names`, in this order, into messages.
 
-        Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient.
+        Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient. An
+        all-reduce sums numbers of one dtype, so that dense ones are kept apart by it.
         """
         layouts: list[MessageLayout] = []
-        by_kind: dict[type[Aggregator], list[Partition]] = {}
+        by_kind: dict[tuple[type[Aggregator], torch.dtype | None], list[Partition]] = {}
         for name in names:
             for partition in self.by_name[name].partitions:
                 kind = type(partition.aggregator)
-                pending = by_kind.setdefault(kind, [])
+                key = (kind, partition.dtype if kind is Dense else None)
+                pending = by_kind.setdefault(key, [])
                 pending.append(partition)
                 if kind is not Dense and sum(p.spec.raw_nbytes for p in pending) >= self.options.message_nbytes:
-                    layouts.append(kind.lay_out(by_kind.pop(kind), self.world_size))
-        layouts += [kind.lay_out(pending, self.world_size) for kind, pending in by_kind.items() if pending]
+                    layouts.append(kind.lay_out(by_kind.pop(key), self.world_size))
+        layouts += [kind.lay_out(pending, self.world_size) for (kind, _), pending in by_kind.items()]
         return layouts
 
     def sent_nbytes(self, rank: int) -> int:
