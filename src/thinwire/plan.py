@@ -251,13 +251,15 @@ def build_plan(
         raise PlanError("expected a model with parameters that require gradients, got none")
     resolve = _resolver(policy, infos, options)
     resolved = [resolve(info) for info in infos]
-    all_dense = all(isinstance(aggregator, Dense) for aggregator, _ in resolved)
+    settings = {a for info, (a, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES}
+    # One all-reduce sums a whole bucket, so that all in it must travel alike.
+    one_dense = len(settings) <= 1 and all(isinstance(aggregator, Dense) for aggregator in settings)
     params: list[PlannedParam] = []
     next_owner = 0
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, so
     # that the partitions of any bucket are spread evenly.
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
-        if isinstance(aggregator, Dense) and not all_dense and info.dtype in COMPRESSIBLE_DTYPES:
+        if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
         partitions, next_owner = _cut(info, aggregator, options, world_size, next_owner)
