@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
+from thinwire.comm.rounds import Round
 from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
@@ -124,8 +125,17 @@ class Plan:
 
         DDP's buckets cut some messages shorter, which adds a header of a few bytes for each cut.
         """
+        return sum(r.sent_nbytes(rank) for r in self._rounds())
+
+    @property
+    def busiest_nbytes(self) -> int:
+        """The largest `sent_nbytes` of any rank."""
+        rounds = self._rounds()
+        return max(sum(r.sent_nbytes(rank) for r in rounds) for rank in range(self.world_size))
+
+    def _rounds(self) -> list[Round]:
         names = [param.info.name for param in reversed(self.params)]
-        return sum(r.sent_nbytes(rank) for layout in self.messages(names) for r in layout.rounds)
+        return [r for layout in self.messages(names) for r in layout.rounds]
 
     def residual_nbytes(self, rank: int) -> int:
         """Return the memory of the residuals that `rank` keeps: its own, and those of the partitions it owns.
@@ -151,7 +161,7 @@ class Plan:
     def compression_ratio(self) -> float:
         """Bytes that DDP's ring all-reduce would send over the bytes that the busiest rank sends; 1 with one rank."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.raw_nbytes
-        busiest = max(self.sent_nbytes(rank) for rank in range(self.world_size))
+        busiest = self.busiest_nbytes
         return ring / busiest if busiest else 1.0
 
     def lines(self) -> list[str]:
@@ -184,10 +194,9 @@ class Plan:
             "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
             for row in rows
         )
-        sent = max(self.sent_nbytes(rank) for rank in range(self.world_size))
         return (
-            f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {sent:,} sent per step by the "
-            f"busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
+            f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
+            f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
             f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
             "step with a GradScaler"
         )
