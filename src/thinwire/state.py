@@ -71,7 +71,11 @@ class State:
         `worker` and `owner` map parameter names to float32 tensors of the parameter's shape; `owner` is zero wherever
         another rank owns. Both are in units of `loss_scale` times the gradient.
         """
-        owner = {name: torch.zeros(self._plan.by_name[name].info.numel) for name in {name for name, _ in self.owner}}
+        owner = {
+            param.info.name: torch.zeros(param.info.numel)
+            for param in self._plan.params
+            if keeps_residual(param.aggregator.down, param.aggregator.feedback)
+        }
         for (name, offset), residual in self.owner.items():
             owner[name][offset : offset + residual.numel()] = residual
         return {
