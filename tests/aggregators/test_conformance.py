@@ -196,6 +196,47 @@ def test_cuts_do_cut() -> None:
     assert len(huge.plan.messages(names)) == 1
 
 
+@compressed
+def test_order_of_registration_and_owners_do_not_show(aggregator: Aggregator) -> None:
+    """Another order deals other owners; the second hop's random stream does not depend on them."""
+    world = World(aggregator, 3, shapes={name: SHAPES[name] for name in ("layer.weight", "gain", *SHAPES)})
+    plain, delivered, _ = history(aggregator, 3)
+    owners = [{(p.name, p.offset): p.owner for m in w.plan.params for p in m.partitions} for w in (world, plain)]
+    assert owners[0] != owners[1]
+    for step in range(3):
+        grads = [gradients(rank, step) for rank in range(3)]
+        assert bits(world.run(grads)[0]) == bits(delivered[step][0])
+
+
+# --- random streams -------------------------------------------------------------------------------------------------
+
+DITHER = BlockQuant(bits=4, block=64, rounding="stochastic")
+dithered = pytest.mark.parametrize("aggregator", [TwoShot(up=DITHER, down=DITHER), Gather(up=DITHER)], ids=ident)
+
+
+@dithered
+def test_dither_does_not_depend_on_the_size_of_partitions(aggregator: Aggregator) -> None:
+    small, large = World(aggregator, 3, partition_numel=64), World(aggregator, 3, partition_numel=64 * 5)
+    for _ in range(2):
+        assert bits(small.run()[0]) == bits(large.run()[0])
+
+
+@dithered
+def test_dither_differs_between_steps(aggregator: Aggregator) -> None:
+    world = World(aggregator, 2)
+    same = [gradients(0, 0)] * 2
+    assert bits(world.run(same)[0]) != bits(world.run(same)[0])
+
+
+def test_dither_is_private_to_a_rank() -> None:
+    """Shared dither would make the mean of equal contributions equal to each of them."""
+    for aggregator in (Gather(up=DITHER), TwoShot(up=DITHER, down=Identity())):
+        one = World(aggregator, 1).run([gradients(0, 0)])[0]["layer.weight"]
+        many = World(aggregator, 8).run([gradients(0, 0)] * 8)[0]["layer.weight"]
+        exact = gradients(0, 0)["layer.weight"]
+        assert float((many - exact).norm()) < 0.6 * float((one - exact).norm())
+
+
 # --- steps that are not finite --------------------------------------------------------------------------------------
 
 
