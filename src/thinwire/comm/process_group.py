@@ -6,9 +6,10 @@ strictly in the order messages were submitted; nothing is ever issued from a fut
 """
 
 # torch.distributed annotates few of its parameters.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import datetime
+import hashlib
 import queue
 import threading
 import time
@@ -25,27 +26,27 @@ from thinwire.comm.local import check_round
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
 from thinwire.errors import AttachError
 
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
-def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
+
+def perform(transfer: Transfer, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> None:
     """Do one round over a process group and return when the bytes are here."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = group.rank(), group.size()
     match transfer.round:
         case AllToAll(nbytes):
             if world_size == 1:
                 transfer.receive.copy_(transfer.send)
                 return
-            dist.all_to_all_single(
-                transfer.receive, transfer.send, [nbytes[rank]] * world_size, list(nbytes), group=group
-            )
+            group.alltoall_base(transfer.receive, transfer.send, [nbytes[rank]] * world_size, list(nbytes)).wait()
         case AllGather(nbytes):
             if world_size == 1:
                 transfer.receive.copy_(transfer.send)
                 return
             # Gloo gathers equal sizes only; an all-to-all of the same block to everyone takes any.
             copies = transfer.send.repeat(world_size)
-            dist.all_to_all_single(transfer.receive, copies, list(nbytes), [nbytes[rank]] * world_size, group=group)
+            group.alltoall_base(transfer.receive, copies, list(nbytes), [nbytes[rank]] * world_size).wait()
         case AllReduce():
-            dist.all_reduce(transfer.send, group=group)
+            group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
 
@@ -83,7 +84,7 @@ def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.Proc
     return outcome
 
 
-def _timed(transfer: Transfer, group: dist.ProcessGroup, rank: int, outcome: Outcome) -> None:
+def _timed(transfer: Transfer, group: "dist.ProcessGroup | dist.ProcessGroupGloo", rank: int, outcome: Outcome) -> None:
     started = time.perf_counter()
     perform(transfer, group)
     outcome.transport_s += time.perf_counter() - started
@@ -138,13 +139,14 @@ class OverlappedDriver:
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         ranks = dist.get_process_group_ranks(group)
-        self._liveness = Liveness(ranks, self.rank)
+        store = own_store(ranks, self.rank)
+        self._liveness = Liveness(store, ranks, self.rank)
         self._queues: list[queue.SimpleQueue[_Ticket | None]] = []
         self._threads: list[threading.Thread] = []
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: list[dist.ProcessGroupGloo] = []
         for position in range(num_lanes):
-            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-            assert isinstance(lane, dist.ProcessGroup)
+            lane_store = dist.PrefixStore(f"lane{position}", store)
+            lane = dist.ProcessGroupGloo(lane_store, self.rank, len(ranks), timeout or DEFAULT_TIMEOUT)
             orders: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=self._run_lane, args=(position, lane, orders), name=f"thinwire-lane-{position}", daemon=True
@@ -173,7 +175,7 @@ class OverlappedDriver:
         return ticket.done
 
     @property
-    def control(self) -> dist.ProcessGroup:
+    def control(self) -> dist.ProcessGroupGloo:
         """A group of the same ranks, with CPU tensors, for agreeing before the first exchange."""
         return self._groups[0]
 
@@ -184,8 +186,7 @@ class OverlappedDriver:
         for thread in self._threads:
             thread.join()
         self._pool.shutdown()
-        for lane in self._groups:
-            dist.destroy_process_group(lane)
+        self._groups.clear()
 
     def _start_waiting(self) -> None:
         with self._lock:
@@ -212,7 +213,9 @@ class OverlappedDriver:
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
-    def _run_lane(self, position: int, lane: dist.ProcessGroup, orders: "queue.SimpleQueue[_Ticket | None]") -> None:
+    def _run_lane(
+        self, position: int, lane: dist.ProcessGroupGloo, orders: "queue.SimpleQueue[_Ticket | None]"
+    ) -> None:
         """Perform round `position` of every exchange, in order of submission."""
         while (ticket := orders.get()) is not None:
             ticket.ready[position].wait()
@@ -266,16 +269,32 @@ def common_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def all_gather_text(text: str, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
+def own_store(ranks: Sequence[int], rank: int) -> dist.Store:
+    """Return a part of the rendezvous store that only this call, on these ranks, uses. Every rank must call.
+
+    Lanes are gloo groups made here and not by `torch.distributed.new_group`: the names that function can give to groups
+    of some ranks repeat once a group is destroyed, so that a second attach meets the addresses of the first, and differ
+    between ranks that belong to different numbers of groups, so that they never meet.
+
+    Args:
+        ranks: global ranks of the group.
+        rank: this rank's place in it.
+    """
+    name = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    store = dist.distributed_c10d._get_default_store()  # the public API has no way to the rendezvous store
+    count = store.add(f"thinwire/{name}/count/{rank}", 1)  # equal on all ranks, as every use is collective
+    return dist.PrefixStore(f"thinwire/{name}/{count}", store)
+
+
+def all_gather_text(text: str, group: dist.ProcessGroupGloo) -> list[str]:
     """Return every rank's text, by rank. UTF-8 bytes travel, never a pickle."""
-    world_size = dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size, group=group)
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    size = torch.tensor([len(text.encode())], dtype=torch.int64)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    group.allgather([sizes], [size]).wait()
     longest = max(1, *(int(s) for s in sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
-    texts = [torch.zeros_like(padded) for _ in range(world_size)]
-    dist.all_gather(texts, padded, group=group)
-    return [bytes(t[: int(s)].cpu().numpy()).decode() for t, s in zip(texts, sizes, strict=True)]
+    texts = [torch.zeros_like(padded) for _ in range(group.size())]
+    group.allgather([texts], [padded]).wait()
+    return [bytes(t[: int(s)].numpy()).decode() for t, s in zip(texts, sizes, strict=True)]
