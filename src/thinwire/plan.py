@@ -246,7 +246,11 @@ def build_plan(
         raise PlanError("expected a model with parameters that require gradients, got none")
     resolve = _resolver(policy, infos, options)
     resolved = [resolve(info) for info in infos]
-    all_dense = all(isinstance(aggregator, Dense) for aggregator, _ in resolved)
+    # One all-reduce carries a whole bucket, so it serves only where every parameter wants the same one.
+    kinds = {
+        aggregator for info, (aggregator, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES
+    }
+    all_dense = len(kinds) <= 1 and all(isinstance(aggregator, Dense) for aggregator in kinds)
     params: list[PlannedParam] = []
     next_owner = 0
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, so

@@ -144,7 +144,10 @@ def _dense_16_bit(rank, world_size, recipe, dtype):
     with attached(model, recipe):
         loss(model, x).backward()
     bound = 2 * world_size * torch.finfo(dtype).eps
-    return max(float((p.grad - m).abs().max() / m.abs().max()) for p, m in zip(model.parameters(), mean, strict=True)) < bound
+    return (
+        max(float((p.grad - m).abs().max() / m.abs().max()) for p, m in zip(model.parameters(), mean, strict=True))
+        < bound
+    )
 
 
 @pytest.mark.parametrize(("recipe", "dtype"), [("dense:fp16", torch.float16), ("dense:bf16", torch.bfloat16)])
@@ -199,14 +202,14 @@ def _variants(rank, world_size, recipe):
     ]:
         model = DDP(seeded(Tower), bucket_cap_mb=cap, gradient_as_bucket_view=view)
         options = dataclasses.replace(ALL, message_nbytes=message_nbytes)
-        with attached(
-            model, POLICIES.get(recipe, recipe), options=options, workers=workers, threads=threads
-        ):
+        with attached(model, POLICIES.get(recipe, recipe), options=options, workers=workers, threads=threads):
             results[cap, view, message_nbytes, workers, threads] = train(model, rank, range(4))
     return results
 
 
-@pytest.mark.parametrize("recipe", ["int8:stochastic", "int4", "topk:0.01", "onebit", "gather/onebit", "bf16", *POLICIES])
+@pytest.mark.parametrize(
+    "recipe", ["int8:stochastic", "int4", "topk:0.01", "onebit", "gather/onebit", "bf16", *POLICIES]
+)
 def test_buckets_messages_and_threads_do_not_show_in_the_bits(ranks, recipe):
     results = ranks(3).run(_variants, recipe)
     assert len(set(results[0].values())) == 1, results[0]
