@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `rank_pool`, `training`: the import mode does not find them by itself
 
-from rank_pool import RankPool, Ranks  # noqa: E402  # needs the path
+from rank_pool import RankPool, Ranks
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ Gloo's own errors name an address and a port. Every rank that sees a failure rep
 waits a moment for the others to do the same; who does not report is gone.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import time
 from collections.abc import Sequence
 

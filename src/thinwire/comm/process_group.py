@@ -6,7 +6,7 @@ strictly in the order messages were submitted; nothing is ever issued from a fut
 """
 
 # torch.distributed annotates few of its parameters.
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import datetime
 import hashlib
@@ -29,7 +29,7 @@ from thinwire.errors import AttachError
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
 
-def perform(transfer: Transfer, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> None:
+def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
     """Do one round over a process group and return when the bytes are here."""
     rank, world_size = group.rank(), group.size()
     match transfer.round:
@@ -84,7 +84,7 @@ def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.Proc
     return outcome
 
 
-def _timed(transfer: Transfer, group: "dist.ProcessGroup | dist.ProcessGroupGloo", rank: int, outcome: Outcome) -> None:
+def _timed(transfer: Transfer, group: dist.ProcessGroup, rank: int, outcome: Outcome) -> None:
     started = time.perf_counter()
     perform(transfer, group)
     outcome.transport_s += time.perf_counter() - started
@@ -143,10 +143,10 @@ class OverlappedDriver:
         self._liveness = Liveness(store, ranks, self.rank)
         self._queues: list[queue.SimpleQueue[_Ticket | None]] = []
         self._threads: list[threading.Thread] = []
-        self._groups: list[dist.ProcessGroupGloo] = []
+        self._groups: list[dist.ProcessGroup] = []
         for position in range(num_lanes):
             lane_store = dist.PrefixStore(f"lane{position}", store)
-            lane = dist.ProcessGroupGloo(lane_store, self.rank, len(ranks), timeout or DEFAULT_TIMEOUT)
+            lane = own_group(lane_store, self.rank, len(ranks), timeout or DEFAULT_TIMEOUT)
             orders: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=self._run_lane, args=(position, lane, orders), name=f"thinwire-lane-{position}", daemon=True
@@ -175,7 +175,7 @@ class OverlappedDriver:
         return ticket.done
 
     @property
-    def control(self) -> dist.ProcessGroupGloo:
+    def control(self) -> dist.ProcessGroup:
         """A group of the same ranks, with CPU tensors, for agreeing before the first exchange."""
         return self._groups[0]
 
@@ -213,9 +213,7 @@ class OverlappedDriver:
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
-    def _run_lane(
-        self, position: int, lane: dist.ProcessGroupGloo, orders: "queue.SimpleQueue[_Ticket | None]"
-    ) -> None:
+    def _run_lane(self, position: int, lane: dist.ProcessGroup, orders: "queue.SimpleQueue[_Ticket | None]") -> None:
         """Perform round `position` of every exchange, in order of submission."""
         while (ticket := orders.get()) is not None:
             ticket.ready[position].wait()
@@ -272,10 +270,6 @@ def common_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def own_store(ranks: Sequence[int], rank: int) -> dist.Store:
     """Return a part of the rendezvous store that only this call, on these ranks, uses. Every rank must call.
 
-    Lanes are gloo groups made here and not by `torch.distributed.new_group`: the names that function can give to groups
-    of some ranks repeat once a group is destroyed, so that a second attach meets the addresses of the first, and differ
-    between ranks that belong to different numbers of groups, so that they never meet.
-
     Args:
         ranks: global ranks of the group.
         rank: this rank's place in it.
@@ -286,7 +280,21 @@ def own_store(ranks: Sequence[int], rank: int) -> dist.Store:
     return dist.PrefixStore(f"thinwire/{name}/{count}", store)
 
 
-def all_gather_text(text: str, group: dist.ProcessGroupGloo) -> list[str]:
+def own_group(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Make a gloo group that torch.distributed's own registry does not know.
+
+    The names that `torch.distributed.new_group` gives to groups of some ranks repeat once a group is destroyed, so that
+    a second attach would meet the addresses of the first; and they differ between ranks that belong to different
+    numbers of groups, which would never meet.
+    """
+    backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
     """Return every rank's text, by rank. UTF-8 bytes travel, never a pickle."""
     data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
     size = torch.tensor([len(text.encode())], dtype=torch.int64)

@@ -9,7 +9,7 @@ from thinwire.errors import PlanError
 from thinwire.plan import Plan, first_difference
 
 
-def agree(build: Callable[[], Plan], group: dist.ProcessGroupGloo) -> Plan:
+def agree(build: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
     """Build the plan on this rank and compare it with every other rank's. Collective, whatever happens on any rank.
 
     Args:
