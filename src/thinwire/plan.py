@@ -168,7 +168,8 @@ class Plan:
     def __str__(self) -> str:
         rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
         for param in self.params:
-            wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            incompressible = param.info.dtype not in COMPRESSIBLE_DTYPES
+            wire = param.info.nbytes if incompressible else sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
             recipe = "dense" if param.reason else param.aggregator.recipe()
             shape = "x".join(map(str, param.info.shape)) or "scalar"
             num = str(len(param.partitions))
@@ -324,7 +325,7 @@ def _cut(
             key=key,
         )
         try:
-            for compressor in (aggregator.up, aggregator.down):
+            for compressor in () if isinstance(aggregator, Dense) else (aggregator.up, aggregator.down):
                 compressor.layout(partition.spec)
         except ValueError as error:
             raise PlanError(f"{info.name}: {error}") from error
