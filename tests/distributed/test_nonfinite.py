@@ -124,7 +124,7 @@ def test_grad_scaler_skips_everywhere_alike_and_residuals_follow_its_scale(ranks
     results = ranks(2).run(_torch_scaler, recipe)
     for error, scales, skipped, num_skipped, _ in results:
         assert error < 1e-5
-        assert len(set(scales)) > 2  # it went down and up
+        assert len(set(scales)) == 2  # it went down and up
         assert [step for step, was in enumerate(skipped) if was] == [1, 5]
         assert num_skipped == 2
     assert results[0][4] == results[1][4]
@@ -132,9 +132,9 @@ def test_grad_scaler_skips_everywhere_alike_and_residuals_follow_its_scale(ranks
 
 def _disabled_scaler(rank, world_size):
     model = DDP(seeded(Tower))
-    with attached(model, "int8", scaler=torch.amp.GradScaler("cpu", enabled=False)):
-        with pytest.raises(RuntimeError, match="NonFiniteError"):
-            _poisoned(model, batch(rank, 0), 0, float("nan")).backward()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with attached(model, "int8", scaler=scaler), pytest.raises(RuntimeError, match="NonFiniteError"):
+        _poisoned(model, batch(rank, 0), 0, float("nan")).backward()
 
 
 def test_a_disabled_scaler_skips_nothing_and_so_counts_as_none(ranks):
