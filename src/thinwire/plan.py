@@ -169,7 +169,9 @@ class Plan:
         rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
         for param in self.params:
             incompressible = param.info.dtype not in COMPRESSIBLE_DTYPES
-            wire = param.info.nbytes if incompressible else sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            wire = (
+                param.info.nbytes if incompressible else sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            )
             recipe = "dense" if param.reason else param.aggregator.recipe()
             shape = "x".join(map(str, param.info.shape)) or "scalar"
             num = str(len(param.partitions))

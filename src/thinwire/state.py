@@ -40,11 +40,11 @@ class State:
         for param in plan.params:
             aggregator = param.aggregator
             if keeps_residual(aggregator.up, aggregator.feedback):
-                self.worker[param.info.name] = torch.zeros(param.info.numel)
+                self.worker[param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
             if keeps_residual(aggregator.down, aggregator.feedback):
                 for partition in param.partitions:
                     if partition.owner == rank:
-                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel)
+                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel, dtype=torch.float32)
 
     def residual(self, partition: Partition) -> Tensor | None:
         """Return the slice of this rank's residual that belongs to a partition, or None."""
@@ -71,7 +71,8 @@ class State:
         `worker` and `owner` map parameter names to float32 tensors of the parameter's shape; `owner` is zero wherever
         another rank owns. Both are in units of `loss_scale` times the gradient.
         """
-        owner = {name: torch.zeros(self._plan.by_name[name].info.numel) for name in {name for name, _ in self.owner}}
+        owned = {name for name, _ in self.owner}
+        owner = {name: torch.zeros(self._plan.by_name[name].info.numel, dtype=torch.float32) for name in owned}
         for (name, offset), residual in self.owner.items():
             owner[name][offset : offset + residual.numel()] = residual
         return {
@@ -120,7 +121,7 @@ class State:
         for name, flat in self.worker.items():
             _logical(flat, self._params[name]).copy_(state["worker"][name])
         for name in owned:
-            flat = torch.empty(self._plan.by_name[name].info.numel)
+            flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
             _logical(flat, self._params[name]).copy_(state["owner"][name])
             for (owned_name, offset), residual in self.owner.items():
                 if owned_name == name:
