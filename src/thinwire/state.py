@@ -41,11 +41,11 @@ class State:
         for param in plan.params:
             aggregator = param.aggregator
             if keeps_residual(aggregator.up, aggregator.feedback):
-                self.worker[param.info.name] = torch.zeros(param.info.numel)
+                self.worker[param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
             if keeps_residual(aggregator.down, aggregator.feedback):
                 for partition in param.partitions:
                     if partition.owner == rank:
-                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel)
+                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel, dtype=torch.float32)
 
     def residual(self, partition: Partition) -> Tensor | None:
         """Return the slice of this rank's residual that belongs to a partition, or None."""
@@ -73,7 +73,7 @@ class State:
         another rank owns. Both are in units of `loss_scale` times the gradient.
         """
         owner = {
-            param.info.name: torch.zeros(param.info.numel)
+            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
             for param in self._plan.params
             if keeps_residual(param.aggregator.down, param.aggregator.feedback)
         }
@@ -127,7 +127,7 @@ class State:
         for name, flat in self.worker.items():
             _logical(flat, self._params[name]).copy_(state["worker"][name])
         for name in owned:
-            flat = torch.empty(self._plan.by_name[name].info.numel)
+            flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
             _logical(flat, self._params[name]).copy_(state["owner"][name])
             for (owned_name, offset), residual in self.owner.items():
                 if owned_name == name:
