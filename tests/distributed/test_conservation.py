@@ -239,3 +239,23 @@ def _odd_without_feedback(rank, world_size):
 
 def test_zero_gradients_and_no_feedback(ranks):
     assert len(set(ranks(2).run(_odd_without_feedback))) == 1
+
+
+def _skipped_buckets(rank, world_size):
+    model = DDP(seeded(Branches), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.002)
+    with attached(model, "topk:0.1") as link:
+        ledger = Ledger(model, link)
+        for step in range(3):
+            x = batch(rank, step, width=24)
+            ledger.expect(model.module(x, (0,)).square().mean())
+            model.zero_grad()
+            model(x, (0,)).square().mean().backward()
+            ledger.got()
+            _step(model)
+        return ledger.error(), link.state.step
+
+
+def test_buckets_that_ddp_skips(ranks):
+    for error, step in ranks(2).run(_skipped_buckets):
+        assert error < TOLERANCE
+        assert step == 3
