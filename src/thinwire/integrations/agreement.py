@@ -1,6 +1,6 @@
 """Before the first byte: all ranks either agree on the plan, or all raise, with the first difference named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -9,12 +9,13 @@ from thinwire.errors import PlanError
 from thinwire.plan import Plan, first_difference
 
 
-def agree(build: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
+def agree(build: Callable[[], Plan], group: dist.ProcessGroup, settings: Sequence[str] = ()) -> Plan:
     """Build the plan on this rank and compare it with every other rank's. Collective, whatever happens on any rank.
 
     Args:
         build: makes the plan; may raise.
         group: a group whose tensors live on the CPU.
+        settings: what else must be equal on all ranks, one fact a line.
 
     Raises:
         ThinwireError: what `build` raised here.
@@ -23,7 +24,7 @@ def agree(build: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
     plan, error = None, None
     try:
         plan = build()
-        verdict = f"plan {plan.digest}"
+        verdict = "\n".join([f"plan {plan.digest}", *settings])
     except Exception as raised:
         error = raised
         verdict = f"error {raised}"
@@ -35,8 +36,8 @@ def agree(build: Callable[[], Plan], group: dist.ProcessGroup) -> Plan:
         if text.startswith("error "):
             raise PlanError(f"rank {rank} could not be planned: {text.removeprefix('error ')}")
     if len(set(verdicts)) > 1:
-        plans = [text.split("\n") for text in all_gather_text("\n".join(plan.lines()), group)]
+        plans = [text.split("\n") for text in all_gather_text("\n".join([*settings, *plan.lines()]), group)]
         raise PlanError(
-            f"ranks have different plans: {first_difference(plans)}; give every rank the same model and recipe"
+            f"ranks have different plans: {first_difference(plans)}; give every rank the same model, recipe and arguments"
         )
     return plan

@@ -59,7 +59,13 @@ def make_link(
         return plan
 
     try:
-        plan = agree(build, driver.control)
+        # Ranks that differ in these would issue other collectives, or keep other residuals.
+        settings = [
+            f"start_after={start_after}",
+            f"scaler={'none' if scaler is None else 'given'}",
+            f"on_nonfinite={on_nonfinite!r}",
+        ]
+        plan = agree(build, driver.control, settings)
     except BaseException:
         driver.close()
         raise

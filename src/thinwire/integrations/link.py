@@ -239,6 +239,8 @@ class Link:
 
     def _finished(self, step: _Step, waiter: _Waiter, message: Message, done: "Future[Outcome]") -> None:
         error = done.exception()
+        if self._scaler is None:
+            message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
         with self._lock:
             if error is None:
                 step.stats.add(message, done.result())
@@ -248,8 +250,6 @@ class Link:
             waiter.pending -= 1
             bucket_done = waiter.pending == 0
             step_done = step.closed and step.pending == 0
-        if self._scaler is None:
-            message.forget()
         if step_done:
             self._end_step(step)
         if bucket_done:

@@ -1,0 +1,187 @@
+"""What the link and the hooks say of themselves: counters, loggers, warnings, and the ecosystem's hook style."""
+
+import csv
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import ALL, Tower, attached, batch, digest, gradients, loss, seeded, train
+
+import thinwire
+from thinwire import CSV, LogLine, PlanOptions, TensorBoard, hooks
+
+# --- counters -------------------------------------------------------------------------------------------------------
+
+
+def _counted(rank, world_size, recipe):
+    model = DDP(seeded(Tower))  # less than one bucket
+    with attached(model, recipe, options=PlanOptions(min_nbytes=4000, message_nbytes=8000)) as link:
+        train(model, rank, range(3))
+        stats = link.stats(reset=True)
+        again = link.stats()
+        names = [param.info.name for param in reversed(link.plan.params)]
+        layouts = link.plan.messages(names)
+        rounds = sum(len(layout.rounds) for layout in layouts)
+        return stats, again["steps"], link.plan.sent_nbytes(rank), rounds, len(layouts), link.plan.raw_nbytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("recipe", ["int8", "topk:0.05", "gather/onebit", "dense", "dense:bf16"])
+def test_what_is_counted_is_what_is_planned(ranks, world_size, recipe):
+    for stats, steps_left, planned, rounds, messages, raw in ranks(world_size).run(_counted, recipe):
+        assert stats["steps"] == 3
+        assert steps_left == 0
+        assert stats["raw_nbytes"] == raw
+        assert stats["num_collectives"] == rounds <= 2 * messages
+        assert stats["wire_nbytes"] == pytest.approx(planned)
+        assert stats["exposed_s"] >= 0
+        if recipe in ("int8", "topk:0.05", "gather/onebit"):
+            assert set(stats["dense"].values()) == {"one-dimensional"}
+            assert stats["encode_s"] > 0
+            assert stats["decode_s"] > 0
+            assert stats["work_nbytes"] > 0
+        else:
+            assert set(stats["dense"].values()) == {"asked for"}
+        assert (stats["residual_nbytes"] > 0) == (recipe in ("topk:0.05", "gather/onebit"))
+        assert (stats["residual_ratio"] > 0) == (recipe in ("topk:0.05", "gather/onebit"))
+
+
+# --- loggers --------------------------------------------------------------------------------------------------------
+
+
+class FakeWriter:
+    """Takes scalars as a SummaryWriter does."""
+
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+def _logged(rank, world_size, path):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    log = logging.getLogger("thinwire")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    writer = FakeWriter()
+    try:
+        model = DDP(seeded(Tower))
+        with attached(model, "topk:0.05", loggers=[CSV(path), LogLine(every=2), TensorBoard(writer)]) as link:
+            train(model, rank, range(5))
+            wire = link.stats()["wire_nbytes"]
+        return [text for _, text in lines if text.startswith("step")], writer.scalars, wire
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
+
+
+def test_loggers_get_every_step_on_rank_0(ranks, tmp_path):
+    path = tmp_path / "steps.csv"
+    (lines, scalars, wire), (other_lines, other_scalars, _) = ranks(2).run(_logged, str(path))
+    assert other_lines == other_scalars == []
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 2", "step 4"]
+    rows = list(csv.DictReader(path.open()))
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert all(float(row["wire_nbytes"]) == wire for row in rows)
+    assert sorted({step for _, _, step in scalars}) == [0, 1, 2, 3, 4]
+    assert {name.split("/")[0] for name, _, _ in scalars} == {"thinwire"}
+
+
+def _warnings_of(rank, world_size, make, cap):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("thinwire").addHandler(handler)
+    try:
+        model = DDP(nn.Linear(*make), bucket_cap_mb=cap)
+        with attached(model, "int8"):
+            pass
+        return lines
+    finally:
+        logging.getLogger("thinwire").removeHandler(handler)
+
+
+def test_advice_on_buckets_and_on_a_world_of_one(ranks):
+    few, none = ranks(2).run(_warnings_of, (2048, 2048), 25)
+    assert "bucket_cap_mb" in few[0]
+    assert none == []
+    assert ranks(2).run(_warnings_of, (2048, 2048), 1) == [[], []]
+    assert "no communication" in ranks(1).run(_warnings_of, (4, 4), 25)[0][0]
+
+
+# --- hooks in the ecosystem's style ---------------------------------------------------------------------------------
+
+
+def _hook_style(rank, world_size, recipe):
+    by_attach, by_hook = DDP(seeded(Tower), bucket_cap_mb=0.01), DDP(seeded(Tower), bucket_cap_mb=0.01)
+    state = hooks.State(by_hook, recipe, options=ALL)
+    by_hook.register_comm_hook(state, hooks.compressed_hook)
+    with attached(by_attach, recipe):
+        bits = [train(model, rank, range(4)) for model in (by_attach, by_hook)]
+    state.link.close()
+    return bits, state.link.state.step
+
+
+@pytest.mark.parametrize("recipe", ["int8", "topk:0.05", "gather/onebit"])
+def test_state_and_compressed_hook_are_attach(ranks, recipe):
+    for bits, step in ranks(2).run(_hook_style, recipe):
+        assert bits[0] == bits[1]
+        assert step == 4
+
+
+def _stateless(rank, world_size, name, dtype):
+    hook = getattr(hooks, name)
+    seen = []
+    for _ in range(2):  # two models, one after the other, share the hook
+        model = DDP(seeded(Tower, 300, 2, dtype=dtype), bucket_cap_mb=0.1)
+        model.register_comm_hook(None, hook)
+        plain = DDP(seeded(Tower, 300, 2, dtype=dtype))
+        x = batch(rank, 0, width=300).to(dtype)
+        for each in (model, plain):
+            for _ in range(2):
+                each.zero_grad()
+                loss(each, x).backward()
+        worst = max(
+            float((p.grad - q.grad).abs().max() / q.grad.abs().max())
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        seen.append((digest(gradients(model)), worst))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "bound"), [("int8_hook", 0.02), ("fp16_hook", 0.003), ("bf16_hook", 0.02)])
+def test_hooks_without_state(ranks, name, bound, dtype):
+    results = ranks(2).run(_stateless, name, dtype)
+    assert results[0] == results[1]
+    for bits, worst in results[0]:
+        assert bits == results[0][0][0]
+        assert worst < (bound if dtype == torch.float32 else 0.03)
+
+
+def _stateless_nan(rank, world_size):
+    model = DDP(seeded(Tower, 300, 2))
+    model.register_comm_hook(None, hooks.int8_hook)
+    value = float("nan") if rank == 1 else 0.0
+    (loss(model, batch(rank, 0, width=300)) + value * model.module.layers[0].weight[0, 0]).backward()
+    return any(bool(g.isnan().any()) for g in gradients(model))
+
+
+def test_a_hook_without_state_delivers_nan_to_all(ranks):
+    assert ranks(2).run(_stateless_nan) == [True, True]
+
+
+def _attach_after_hook(rank, world_size):
+    model = DDP(seeded(Tower, 16, 2))
+    model.register_comm_hook(None, hooks.bf16_hook)
+    with pytest.raises(thinwire.ThinwireError, match="only one"):
+        thinwire.attach(model, "int8")
+
+
+def test_attach_after_another_hook_is_refused(ranks):
+    ranks(2).run(_attach_after_hook)
