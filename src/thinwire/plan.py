@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot
+from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
 from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
@@ -125,6 +125,21 @@ class Plan:
         names = [param.info.name for param in reversed(self.params)]
         return sum(r.sent_nbytes(rank) for layout in self.messages(names) for r in layout.rounds)
 
+    def residual_nbytes(self, rank: int) -> int:
+        """Return the memory of the residuals that `rank` keeps: its own, and those of the partitions it owns.
+
+        With a GradScaler as much again is held during a step, so that a skipped one can be undone; without, only for
+        the messages under way.
+        """
+        total = 0
+        for param in self.params:
+            aggregator = param.aggregator
+            if keeps_residual(aggregator.up, aggregator.feedback):
+                total += 4 * param.info.numel
+            if keeps_residual(aggregator.down, aggregator.feedback):
+                total += 4 * sum(p.numel for p in param.partitions if p.owner == rank)
+        return total
+
     @property
     def raw_nbytes(self) -> int:
         """Bytes of all gradients, uncompressed."""
@@ -167,7 +182,9 @@ class Plan:
         sent = max(self.sent_nbytes(rank) for rank in range(self.world_size))
         return (
             f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {sent:,} sent per step by the "
-            f"busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce"
+            f"busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
+            f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
+            "step with a GradScaler"
         )
 
 

@@ -120,10 +120,12 @@ def _pack_nibbles(codes: Tensor, block: int) -> Tensor:
 
 def _unpack_nibbles(packed: Tensor, numel: int, block: int) -> Tensor:
     codes: list[Tensor] = []
+    place = 0
     for start in range(0, numel, block):
         m = min(block, numel - start)
-        half = -(-m // 2)
-        piece = packed[start // 2 : start // 2 + half].to(torch.int16)
+        half = -(-m // 2)  # an odd block takes half a byte more than it fills
+        piece = packed[place : place + half].to(torch.int16)
+        place += half
         both = torch.cat([piece & 15, piece >> 4])[:m]
         codes.append(((both ^ 8) - 8).to(torch.int8))
     return torch.cat(codes) if codes else packed.new_zeros(0, dtype=torch.int8)

@@ -1,0 +1,55 @@
+// Philox-4x32-10, sixteen counters side by side: the uniforms of random.py.
+#pragma once
+
+#include <cstdint>
+
+#include "jobs.h"
+
+namespace thinwire {
+
+inline constexpr std::size_t LANES = 16;
+inline constexpr std::size_t UNIFORM_CHUNK = 8 * LANES;  // elements served by sixteen counters: 8 halfwords each
+
+// Uniforms of elements [128 * chunk, 128 * chunk + 128) of the parameter.
+TW_INLINE void uniform_chunk(const EncodeJob& job, std::uint64_t chunk, float* __restrict u) {
+    const std::uint64_t first = LANES * chunk;  // the low word of first + lane never carries
+    const auto low = static_cast<std::uint32_t>(first), high = static_cast<std::uint32_t>(first >> 32);
+    const auto key0 = static_cast<std::uint32_t>(job.key), key1 = static_cast<std::uint32_t>(job.key >> 32);
+    for (std::uint32_t lane = 0; lane < LANES; lane++) {
+        std::uint32_t c0 = low + lane, c1 = high, c2 = job.step, c3 = job.stream;
+        std::uint32_t k0 = key0, k1 = key1;
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; round++) {
+            const std::uint64_t p0 = std::uint64_t{0xD2511F53} * c0, p1 = std::uint64_t{0xCD9E8D57} * c2;
+            c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
+            c1 = static_cast<std::uint32_t>(p1);
+            c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
+            c3 = static_cast<std::uint32_t>(p0);
+            k0 += 0x9E3779B9;
+            k1 += 0xBB67AE85;
+        }
+        const std::uint32_t words[4] = {c0, c1, c2, c3};
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; w++) {
+            // Through int32: vector units convert signed integers.
+            const auto even = static_cast<std::int32_t>(words[w] & 0xFFFF);
+            const auto odd = static_cast<std::int32_t>(words[w] >> 16);
+            u[2 * LANES * w + lane] = (static_cast<float>(even) + 0.5f) * 0x1p-16f;
+            u[2 * LANES * w + LANES + lane] = (static_cast<float>(odd) + 0.5f) * 0x1p-16f;
+        }
+    }
+}
+
+// How many floats `uniforms` needs for m elements.
+inline std::size_t uniforms_size(std::size_t m) { return m + 2 * UNIFORM_CHUNK; }
+
+// Uniforms of elements [begin, begin + m) of the job; they start at the returned place in `buffer`.
+TW_INLINE const float* uniforms(const EncodeJob& job, std::size_t begin, std::size_t m, float* buffer) {
+    const std::uint64_t first = job.offset + begin, first_chunk = first / UNIFORM_CHUNK;
+    const std::uint64_t end_chunk = (first + m + UNIFORM_CHUNK - 1) / UNIFORM_CHUNK;
+    for (std::uint64_t chunk = first_chunk; chunk < end_chunk; chunk++)
+        uniform_chunk(job, chunk, buffer + UNIFORM_CHUNK * (chunk - first_chunk));
+    return buffer + first % UNIFORM_CHUNK;
+}
+
+}  // namespace thinwire

@@ -1,0 +1,105 @@
+"""Measurements on one rank: phases of a step, bytes at the interface, the wire's rate, equality of replicas."""
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.bench.workloads import Workload
+
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step, and first touches of memory are slow
+
+
+class Interface:
+    """Bytes this rank's host has sent, read at its network interface; None where no network is emulated."""
+
+    def __init__(self) -> None:
+        name = os.environ.get("THINWIRE_LAB_INTERFACE")
+        self._name = None if name == "lo" else name  # loopback carries every rank's bytes, and other programs'
+
+    def sent_nbytes(self) -> int | None:
+        """Bytes sent since the interface came up."""
+        if self._name is None:
+            return None
+        from thinwire.lab.counters import read_interface
+
+        return read_interface(self._name)[0]
+
+
+def timed_step(
+    model: DistributedDataParallel,
+    workload: Workload,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    exchange: bool = True,
+) -> tuple[float, float, float, float]:
+    """Train one step; return (loss, forward, backward, optimizer), the last three in seconds."""
+    start = time.perf_counter()
+    model.zero_grad(set_to_none=True)
+    with nullcontext() if exchange else model.no_sync():
+        loss = workload.loss(model)
+        forward_end = time.perf_counter()
+        loss.backward()
+    backward_end = time.perf_counter()
+    if optimizer is not None:
+        optimizer.step()
+    end = time.perf_counter()
+    return loss.item(), forward_end - start, backward_end - forward_end, end - backward_end
+
+
+def mean_over_ranks(values: Sequence[float]) -> list[float]:
+    """Mean of each value over all ranks, the same on every rank."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return (tensor / dist.get_world_size()).tolist()
+
+
+def median(values: Iterable[float]) -> float:
+    """Median; nan for nothing."""
+    values = list(values)
+    return statistics.median(values) if values else float("nan")
+
+
+def compute_phases(model: DistributedDataParallel, workload: Workload, steps: int) -> list[float]:
+    """Median seconds of forward, backward and optimizer, all ranks running, nothing exchanged; mean over ranks."""
+    optimizer = workload.optimizer(model.parameters())
+    workload.start(0)
+    dist.barrier()
+    phases = [timed_step(model, workload, optimizer, exchange=False)[1:] for _ in range(steps)]
+    return mean_over_ranks([median(column) for column in zip(*phases[1:], strict=True)])
+
+
+def measure_rate(target_s: float = 0.5, max_nbytes: int = 32 << 20) -> float:
+    """Payload bytes per second that every rank sends at once, each to the next, over the same gloo as the training.
+
+    A ring, not an all-to-all: it keeps every link busy in both directions, so it shows the wire itself.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    nbytes = 64 << 10
+    while True:
+        send, receive = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        dist.barrier()
+        start = time.perf_counter()
+        work = dist.isend(send, (rank + 1) % world_size)
+        dist.recv(receive, (rank - 1) % world_size)
+        assert work is not None
+        work.wait()
+        elapsed = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)  # every rank must take the same decision
+        if elapsed.item() >= target_s or 4 * nbytes > max_nbytes:
+            return nbytes / elapsed.item()
+        nbytes *= 4 if elapsed.item() < target_s / 4 else 2
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Fingerprint of the tensors' bits."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        hasher.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()

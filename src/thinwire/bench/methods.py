@@ -1,0 +1,105 @@
+"""How each method is set up on a DDP model: PyTorch's own baselines, and thinwire's recipes through ``attach``."""
+
+import dataclasses as dc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.bench.arithmetic import ring_nbytes
+
+POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
+_POWERSGD_MIN_COMPRESSION = 2  # torch's default: a matrix that would shrink less than this is sent whole
+
+
+@dc.dataclass(frozen=True, slots=True)
+class Attached:
+    """A method at work on one model, as the worker needs it.
+
+    Args:
+        planned_nbytes: payload this rank sends per step once the method has started, by arithmetic.
+        codec_s: measures seconds of compression and decompression for one step on this rank, without exchange; None
+            where the method does not let that be measured.
+        link: thinwire's link, or None for a baseline.
+        start_step: first step that runs as it will go on.
+    """
+
+    planned_nbytes: int
+    codec_s: Callable[[], float] | None
+    link: Any = None
+    start_step: int = 0
+
+
+def bucket_cap_mb(method: str, chosen: float | None) -> float:
+    """DDP's bucket size for a method: ``chosen``, or with None the size that does best in the lab on slow links.
+
+    Small buckets fill the wire early; each collective also costs processor time. PyTorch's PowerSGD hook hangs on gloo
+    as soon as there is a second bucket, because it waits for collectives inside another collective's callback: it
+    always gets one bucket.
+    """
+    if method.startswith("ddp-powersgd"):
+        return 1e6
+    if chosen is not None:
+        return chosen
+    return 4.0 if method.startswith("ddp") else 1.0
+
+
+def attach(
+    method: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, start_after: int
+) -> Attached:
+    """Set ``method`` up on ``model``."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in parameters)
+    if method == "ddp":
+        return Attached(_ring_nbytes(4 * numel), lambda: 0.0)
+    if method == "ddp-fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(None, fp16_compress_hook)
+        return Attached(_ring_nbytes(2 * numel), lambda: _fp16_codec_s(numel))
+    if method.startswith("ddp-powersgd:"):
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        rank = int(method.partition(":")[2])
+        state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=POWERSGD_START,
+            min_compression_rate=_POWERSGD_MIN_COMPRESSION,
+            orthogonalization_epsilon=1e-8,  # pyright: ignore[reportArgumentType]  (torch annotates an int); torch's default of 0 turns a layer's all-zero gradient into nan
+        )
+        model.register_comm_hook(state, powerSGD_hook)
+        sent = sum(_powersgd_numel(p, rank) for p in parameters)
+        return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
+    import thinwire
+
+    link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
+    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, start_after)
+
+
+def _ring_nbytes(nbytes: int) -> int:
+    return ring_nbytes(nbytes, dist.get_world_size())
+
+
+def _powersgd_numel(parameter: nn.Parameter, rank: int) -> int:
+    """Elements that torch's PowerSGD hook all-reduces for one parameter: both factors, or all of it."""
+    if parameter.dim() < 2:
+        return parameter.numel()
+    rows = parameter.shape[0]
+    columns = math.prod(parameter.shape[1:])
+    factors = (rows + columns) * min(rows, columns, rank)
+    return factors if factors * _POWERSGD_MIN_COMPRESSION < rows * columns else parameter.numel()
+
+
+def _fp16_codec_s(numel: int) -> float:
+    """Seconds for what torch's fp16 hook does around its all-reduce: cast, divide, copy back."""
+    gradient, repeats = torch.randn(numel), 3
+    start = time.perf_counter()
+    for _ in range(repeats):
+        gradient.copy_(gradient.to(torch.float16).div_(2))
+    return (time.perf_counter() - start) / repeats

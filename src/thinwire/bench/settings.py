@@ -1,0 +1,89 @@
+"""What one benchmark run is asked to do: plain values that travel to the ranks as JSON, and the names users type."""
+
+import dataclasses as dc
+import json
+import re
+from pathlib import Path
+
+BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
+"""PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
+
+DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
+
+REPLAYS = ("resnet50", "vgg16", "bert-base", "bert-large")
+
+_METHOD = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*|dense|fp16|bf16|int8|int4|topk:(0?\.\d+|1(\.0*)?)|onebit")
+_WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(REPLAYS)})(/[1-9]\d*)?")
+
+
+@dc.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One benchmark: a workload, a network, the methods to compare on it, and how long each may train.
+
+    Args:
+        workload: ``gpt``, ``digits``, or ``replay:NAME[/SCALE]``.
+        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``) and recipes (``int8``, ``topk:0.01``).
+        nodes: emulated hosts, one rank each.
+        rate: of each host's link, both ways, such as ``100mbit``; None leaves it as it is.
+        latency: one way, such as ``5ms``; None adds none.
+        steps: train exactly this many; None trains for ``seconds``.
+        seconds: of training per method and seed (evaluation not counted). Used where ``steps`` is None.
+        seeds: repeat everything for seeds 0 to ``seeds`` - 1.
+        bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
+        start_after: steps that thinwire's recipes first exchange dense.
+        compute_s: of forward plus backward in a replay; None takes the model's default.
+    """
+
+    workload: str = "gpt"
+    methods: tuple[str, ...] = DEMO_METHODS
+    nodes: int = 4
+    rate: str | None = "100mbit"
+    latency: str | None = None
+    steps: int | None = None
+    seconds: float = 27.0
+    seeds: int = 1
+    bucket_cap_mb: float | None = None
+    start_after: int = 0
+    compute_s: float | None = None
+
+    def save(self, path: Path) -> None:
+        """Write these settings as JSON, for the ranks."""
+        path.write_text(json.dumps(dc.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "Settings":
+        """Read what ``save`` wrote."""
+        values = json.loads(path.read_text())
+        return cls(**{**values, "methods": tuple(values["methods"])})
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Split a comma-separated list of methods.
+
+    Raises:
+        ValueError: a name that is neither a baseline nor a recipe, or one given twice.
+    """
+    methods = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in methods:
+        if not _METHOD.fullmatch(name):
+            raise ValueError(
+                f"unknown method {name!r}; choose from ddp, ddp-fp16, ddp-powersgd:RANK (PyTorch's own) and "
+                "dense, fp16, bf16, int8, int4, topk:DENSITY, onebit (thinwire)"
+            )
+    if len(set(methods)) != len(methods) or not methods:
+        raise ValueError(f"expected one or more different methods, got {text!r}")
+    return methods
+
+
+def parse_workload(text: str) -> str:
+    """Check a workload's name.
+
+    Raises:
+        ValueError: no such workload.
+    """
+    if not _WORKLOAD.fullmatch(text):
+        raise ValueError(
+            f"unknown workload {text!r}; choose gpt, digits, or replay:NAME[/SCALE] with NAME {', '.join(REPLAYS)} "
+            "and SCALE a whole number that divides the model's widths"
+        )
+    return text

@@ -1,0 +1,22 @@
+"""Things to train: a small GPT, a small ResNet, and replays of large models' gradient exchange."""
+
+from thinwire.bench.settings import Settings
+from thinwire.bench.workloads.base import Workload
+
+__all__ = ["Workload", "make_workload"]
+
+
+def make_workload(settings: Settings, rank: int, world_size: int) -> Workload:
+    """Build this rank's side of the workload that ``settings`` names."""
+    if settings.workload == "gpt":
+        from thinwire.bench.workloads.gpt import GptWorkload
+
+        return GptWorkload(rank, world_size)
+    if settings.workload == "digits":
+        from thinwire.bench.workloads.digits import DigitsWorkload
+
+        return DigitsWorkload(rank, world_size)
+    from thinwire.bench.workloads.replay import ReplayWorkload
+
+    name, _, scale = settings.workload.removeprefix("replay:").partition("/")
+    return ReplayWorkload(name, rank, scale=int(scale or 1), compute_s=settings.compute_s)

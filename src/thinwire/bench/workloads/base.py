@@ -1,0 +1,41 @@
+"""What the worker asks of a workload."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+
+class Workload(ABC):
+    """A model, its data and its optimizer, as one rank sees them."""
+
+    gradient_as_bucket_view = False
+    """Whether DDP may hand out its buckets as gradients (saves a copy of the model)."""
+
+    init_sync = True
+    """Whether DDP should copy rank 0's parameters to the others at the start."""
+
+    @abstractmethod
+    def model(self, seed: int) -> nn.Module:
+        """A fresh model, the same on every rank for one seed."""
+
+    @abstractmethod
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """A fresh optimizer, or None where the model does not learn."""
+
+    @abstractmethod
+    def start(self, seed: int) -> None:
+        """Go back to the first batch of ``seed``: every method sees the same batches in the same order."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Forward pass on this rank's next batch."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> tuple[float, float, int] | None:
+        """Summed loss, correct answers and answers on this rank's part of the held-out data; None if nothing learns."""
+
+    @abstractmethod
+    def facts(self) -> Mapping[str, object]:
+        """What a reader of the results must know about the data and the model; goes into the JSON's conditions."""

@@ -1,0 +1,161 @@
+"""``thinwire bench``: compare methods on a workload and a network of your choice."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
+from thinwire.errors import ThinwireError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``bench`` and its arguments."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure gradient exchange on a workload and a network of your choice",
+        description="Trains a workload with several methods on an emulated network and compares them.",
+    )
+    parser.add_argument(
+        "--workload",
+        type=argument(parse_workload),
+        default="gpt",
+        help="gpt, digits, or replay:resnet50|vgg16|bert-base|bert-large[/SCALE] (default: gpt)",
+    )
+    add_network_arguments(parser)
+    parser.add_argument(
+        "--methods",
+        type=argument(parse_methods),
+        default=DEMO_METHODS,
+        help=f"comma-separated (default: {','.join(DEMO_METHODS)})",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive_int, help="train exactly this many steps with each method")
+    length.add_argument("--seconds", type=positive, default=30.0, help="train each method this long (default: 30)")
+    parser.add_argument("--seeds", type=positive_int, default=1, help="repeat for this many seeds (default: 1)")
+    parser.add_argument(
+        "--bucket-cap-mb", type=positive, help="DDP's bucket size for all (default: each method's best)"
+    )
+    parser.add_argument(
+        "--start-after", type=int, default=0, help="dense steps before thinwire compresses (default: 0)"
+    )
+    parser.add_argument("--compute", type=positive, help="seconds of forward plus backward in a replay")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    settings = Settings(
+        workload=args.workload,
+        methods=args.methods,
+        nodes=args.nodes,
+        rate=args.rate,
+        latency=args.latency,
+        steps=args.steps,
+        seconds=args.seconds,
+        seeds=args.seeds,
+        bucket_cap_mb=args.bucket_cap_mb,
+        start_after=args.start_after,
+        compute_s=args.compute,
+    )
+    return run_settings(settings, json_file=args.json, report=args.report)
+
+
+def run_settings(settings: Settings, *, json_file: str | None, report: Path | None) -> int:
+    """Run a benchmark with live progress, show its table, write what was asked for; shared with ``demo``."""
+    from thinwire.bench.engine import run_benchmark
+    from thinwire.bench.progress import make_progress
+
+    if report is not None:
+        from thinwire.bench.plots import require_matplotlib
+
+        require_matplotlib()  # better now than after minutes of measuring
+    progress = make_progress(settings)
+    with progress:
+        document = run_benchmark(settings, progress.on_event)
+    if json_file == "-":
+        json.dump(document, sys.stdout)
+        print()
+    else:
+        progress.show(document)
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps(document, indent=1))
+    if report is not None:
+        from thinwire.bench.report import write_report
+
+        print(f"report: {write_report(document, report)}", file=sys.stderr)
+    different = [run["method"] for run in document["runs"] if not run["bit_identical"]]
+    if different:
+        print(f"thinwire: replicas differ after {', '.join(different)}", file=sys.stderr)
+    return 1 if different else 0
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the network."""
+    parser.add_argument("--nodes", type=at_least_two, default=4, help="emulated hosts (default: 4)")
+    parser.add_argument(
+        "--rate", type=rate, default="100mbit", help="of each host's link, such as 1gbit; none for no limit"
+    )
+    parser.add_argument("--latency", type=latency, help="one way, such as 5ms (default: none added)")
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Turn a parser's error into argparse's own error, message included: exit status 2 and one readable line."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, ThinwireError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = _number(float, text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number above 0."""
+    value = _number(int, text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return value
+
+
+def at_least_two(text: str) -> int:
+    """A number of hosts between which something can be exchanged."""
+    value = _number(int, text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"expected at least 2 hosts, got {text!r}")
+    return value
+
+
+def rate(text: str) -> str | None:
+    """A rate as the lab reads it; None for ``none``."""
+    from thinwire.lab import parse_rate
+
+    return None if argument(parse_rate)(text) is None else text
+
+
+def latency(text: str) -> str:
+    """A duration as the lab reads it."""
+    from thinwire.lab import parse_duration
+
+    argument(parse_duration)(text)
+    return text
+
+
+def _number(kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None

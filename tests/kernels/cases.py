@@ -1,0 +1,181 @@
+"""What the kernel tests share: kinds of kernels with their sizes, classes of values, and encoding with guard bytes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.random import Key
+from thinwire.wire import align
+
+GUARD = 0xAB
+KEY = Key(key=0x0123_4567_89AB_CDEF, step=17, stream=3, offset=0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kernel with its settings. `nbytes(n)` is its payload."""
+
+    label: str
+    name: str
+    nbytes: Callable[[int], int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    decode_settings: dict[str, Any] = field(default_factory=dict)
+    num_kept: Callable[[int], int] | None = None
+    max_n: int = 65536  # the reference packs nibbles block by block, which is slow for small blocks
+
+    def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+        return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
+
+    def encode(self, kernels: ModuleType, jobs: list[EncodeJob], threads: int = 1) -> list[bool]:
+        settings = self._with_k(self.settings, [job.x.numel() for job in jobs])
+        return getattr(kernels, f"encode_{self.name}")(jobs, **settings, threads=threads)
+
+    def decode(self, kernels: ModuleType, jobs: list[DecodeJob], threads: int = 1) -> None:
+        settings = self._with_k(self.decode_settings, [job.out.numel() for job in jobs])
+        getattr(kernels, f"decode_{self.name}")(jobs, **settings, threads=threads)
+
+
+def _cast(dtype: torch.dtype) -> Kind:
+    settings = {"dtype": dtype}
+    return Kind(f"cast-{dtype}".replace("torch.", ""), "cast", lambda n: n * dtype.itemsize, settings, settings)
+
+
+def _block_quant(bits: int, block: int, stochastic: bool) -> Kind:
+    def nbytes(n: int) -> int:
+        codes = n if bits == 8 else n // block * -(-block // 2) + -(-(n % block) // 2)
+        return 4 * -(-n // block) + codes
+
+    decode_settings = {"bits": bits, "block": block}
+    label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
+    max_n = 65536 if bits == 8 or block > 100 else 1000
+    return Kind(
+        label, "block_quant", nbytes, {**decode_settings, "stochastic": stochastic}, decode_settings, max_n=max_n
+    )
+
+
+def _top_k(dtype: torch.dtype, label: str, num_kept: Callable[[int], int]) -> Kind:
+    settings = {"dtype": dtype}
+    name = f"top_k-{dtype}-{label}".replace("torch.", "")
+    return Kind(name, "top_k", lambda n: num_kept(n) * (dtype.itemsize + 2), settings, settings, num_kept)
+
+
+KINDS = [
+    *(_cast(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    *(
+        _block_quant(bits, block, stochastic)
+        for bits in (8, 4)
+        for block in (1, 33, 128, 512, 100_000)
+        for stochastic in (False, True)
+    ),
+    *(
+        Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
+        for rms in (False, True)
+    ),
+    *(
+        _top_k(dtype, label, num_kept)
+        for dtype in (torch.float32, torch.float16)
+        for label, num_kept in {
+            "none": lambda n: 0,
+            "one": lambda n: min(1, n),
+            "percent": lambda n: -(-n // 100),
+            "half": lambda n: n // 2,
+            "all": lambda n: n,
+        }.items()
+    ),
+]
+
+LENGTHS = [0, 1, 2, 7, 8, 9, 127, 128, 129, 511, 512, 513, 1000, 4096, 65535, 65536]
+
+
+def _normal(n: int) -> Tensor:
+    return torch.randn(n)
+
+
+def _ties(n: int) -> Tensor:
+    return torch.randint(-3, 4, (n,)).float()  # halves of a code, and equal magnitudes by the thousand
+
+
+VALUES: dict[str, Callable[[int], Tensor]] = {
+    "normal": _normal,
+    "heavy_tailed": lambda n: torch.randn(n) / torch.randn(n).abs().clamp(min=1e-12),
+    "zeros": torch.zeros,
+    "negative_zeros": lambda n: -torch.zeros(n),
+    "signed_zeros_and_few": lambda n: torch.where(torch.rand(n) < 0.01, torch.randn(n), -torch.zeros(n)),
+    "denormal": lambda n: torch.randn(n) * 1e-41,
+    "smallest": lambda n: torch.randint(-2, 3, (n,)).float() * 2.0**-149,
+    "tiny": lambda n: torch.randn(n) * 1e-30,
+    "half_denormal": lambda n: torch.randn(n) * 2.0**-20,
+    "huge": lambda n: torch.rand(n).sub(0.5).mul(2.0) * torch.finfo(torch.float32).max,
+    "largest": lambda n: torch.where(torch.rand(n) < 0.5, 1.0, -1.0) * torch.finfo(torch.float32).max,
+    "mixed_scale": lambda n: torch.randn(n) * torch.exp(torch.randn(n) * 8.0),
+    "ties": _ties,
+    "half_codes": lambda n: torch.cat([torch.full((1,), 127.0), torch.randint(-253, 254, (max(n, 1),)) / 2])[:n],
+    "constant": lambda n: torch.full((n,), -0.7),
+}
+
+
+def bits(x: Tensor) -> Tensor:
+    """View floats as integers, so that -0 differs from 0."""
+    return x.view(torch.int32)
+
+
+def misaligned(values: Tensor, shift: int) -> Tensor:
+    """Return a copy that starts `shift` elements into its storage."""
+    storage = torch.zeros(values.numel() + shift + 3, dtype=values.dtype)
+    place = storage[shift : shift + values.numel()]
+    place.copy_(values)
+    return place
+
+
+@dataclass
+class Encoded:
+    finite: bool
+    out: Tensor
+    residual: Tensor | None
+    replaced: Tensor
+    accumulated: Tensor
+
+
+def round_trip(
+    kernels: ModuleType,
+    kind: Kind,
+    x: Tensor,
+    residual: Tensor | None,
+    scale: float = 1.0,
+    key: Key = KEY,
+    alpha: float = 0.3,
+    shift: int = 0,
+) -> Encoded:
+    """Encode, then decode twice, with guard bytes around all that is written."""
+    n, nbytes = x.numel(), align(kind.nbytes(x.numel()))
+    buffer = torch.full((nbytes + 4 * shift + 8,), GUARD, dtype=torch.uint8)
+    out = buffer[4 * shift : 4 * shift + nbytes]
+    residual = None if residual is None else misaligned(residual, shift)
+    x = misaligned(x, shift)
+    before = x.clone()
+    finite = kind.encode(kernels, [EncodeJob(x, out, residual, scale, key)])[0]
+    assert torch.equal(bits(x), bits(before)), "x was changed"
+    assert bool((buffer[: 4 * shift] == GUARD).all())
+    assert bool((buffer[4 * shift + nbytes :] == GUARD).all())
+    replaced, accumulated = torch.full((n,), 1.25), torch.full((n,), 1.25)
+    kind.decode(kernels, [DecodeJob(out, replaced)])
+    kind.decode(kernels, [DecodeJob(out, accumulated, alpha)])
+    return Encoded(finite, out, residual, replaced, accumulated)
+
+
+def assert_same(got: Encoded, want: Encoded) -> None:
+    """Bit for bit, where the message is finite; the flag always."""
+    assert got.finite == want.finite
+    if not want.finite:
+        return  # bytes and residual are unspecified
+    assert torch.equal(got.out, want.out)
+    assert (got.residual is None) == (want.residual is None)
+    if got.residual is not None and want.residual is not None:
+        assert torch.equal(bits(got.residual), bits(want.residual))
+    assert torch.equal(bits(got.replaced), bits(want.replaced))
+    assert torch.equal(bits(got.accumulated), bits(want.accumulated))

@@ -1,0 +1,108 @@
+"""What the compiled kernels refuse, before memory is touched."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from cases import KINDS, Kind
+
+from thinwire.errors import WireError
+from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.random import Key
+from thinwire.wire import align
+
+KEY = Key(1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+def test_wrong_tensors(native: ModuleType, kind: Kind) -> None:
+    n = 64
+    x, nbytes = torch.randn(n), align(kind.nbytes(n))
+    out = torch.zeros(nbytes, dtype=torch.uint8)
+    bad = [
+        EncodeJob(x.double(), out, key=KEY),
+        EncodeJob(torch.randn(2 * n)[::2], out, key=KEY),
+        EncodeJob(x.to("meta"), out, key=KEY),
+        EncodeJob(x, out.view(torch.int8), key=KEY),
+        EncodeJob(x, out, torch.zeros(n - 1), key=KEY),
+        EncodeJob(x, out, torch.zeros(n, dtype=torch.float64), key=KEY),
+    ]
+    if kind.nbytes(n):
+        bad.append(EncodeJob(x, out[: kind.nbytes(n) - 1], key=KEY))
+    for job in bad:
+        with pytest.raises(ValueError, match=r"expected .*, got"):
+            kind.encode(native, [job])
+    with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
+        kind.encode(native, [EncodeJob(x, out, key=KEY)], threads=0)
+    with pytest.raises(ValueError, match=r"out: expected a contiguous torch\.float32"):
+        kind.decode(native, [DecodeJob(out, x.double())])
+    with pytest.raises(ValueError, match=r"data: expected a contiguous torch\.uint8"):
+        kind.decode(native, [DecodeJob(out.view(torch.int8), x)])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+def test_data_cut_short(native: ModuleType, kind: Kind) -> None:
+    out = torch.full((64,), 7.0)
+    if kind.nbytes(64) == 0:
+        pytest.skip("nothing is sent")
+    short = torch.zeros(kind.nbytes(64) - 1, dtype=torch.uint8)
+    with pytest.raises(WireError, match=f"at least {kind.nbytes(64)} bytes for 64 elements, got {short.numel()}"):
+        kind.decode(native, [DecodeJob(short, out)])
+    assert bool((out == 7.0).all())
+
+
+def test_stochastic_needs_a_key(native: ModuleType) -> None:
+    job = EncodeJob(torch.randn(4), torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="needs a key"):
+        native.encode_block_quant([job], bits=8, block=512, stochastic=True)
+
+
+def test_settings_out_of_range(native: ModuleType) -> None:
+    x, out = torch.randn(8), torch.zeros(100, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="expected 4 or 8 bits"):
+        native.encode_block_quant([EncodeJob(x, out)], bits=5, block=512, stochastic=False)
+    with pytest.raises(ValueError, match="block of at least 1"):
+        native.decode_block_quant([DecodeJob(out, x)], bits=8, block=0)
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        native.encode_cast([EncodeJob(x, out)], dtype=torch.float64)
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        native.encode_top_k([EncodeJob(x, out)], k=[1], dtype=torch.bfloat16)
+    for k in (-1, 9):
+        with pytest.raises(ValueError, match=f"expected k between 0 and 8, got {k}"):
+            native.encode_top_k([EncodeJob(x, out)], k=[k], dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected k of at least 0, got -1"):
+        native.decode_top_k([DecodeJob(out, x)], k=[-1], dtype=torch.float32)
+    long = torch.zeros(65537)
+    with pytest.raises(ValueError, match="at most 65536 elements"):
+        native.encode_top_k([EncodeJob(long, out)], k=[1], dtype=torch.float32)
+    with pytest.raises(ValueError, match="at most 65536 elements"):
+        native.decode_top_k([DecodeJob(out, long)], k=[1], dtype=torch.float32)
+
+
+def test_a_bad_index_is_named_and_no_job_is_written(native: ModuleType) -> None:
+    def data(indices: list[int]) -> torch.Tensor:
+        values = torch.ones(len(indices)).view(torch.uint8)
+        return torch.cat([values, torch.tensor(indices).to(torch.int16).view(torch.uint8)])
+
+    for threads in (1, 2):
+        outs = [torch.full((50,), 7.0), torch.full((50,), 7.0)]
+        jobs = [DecodeJob(data([1, 2, 3, 4]), outs[0]), DecodeJob(data([1, 9, 8, 60]), outs[1])]
+        with pytest.raises(WireError, match="index number 2 of job 1 is 8 after 9"):
+            native.decode_top_k(jobs, k=[4, 4], dtype=torch.float32, threads=threads)
+        assert all(bool((out == 7.0).all()) for out in outs)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+def test_random_bytes_never_write_outside(native: ModuleType, kind: Kind) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for n in (1, 3, 64, 777):
+        for _ in range(5):
+            data = torch.randint(0, 256, (align(kind.nbytes(n)),), generator=generator).to(torch.uint8)
+            guarded = torch.full((n + 16,), 7.0)
+            try:
+                kind.decode(native, [DecodeJob(data, guarded[8 : 8 + n], 0.5)])
+            except WireError:
+                assert kind.name == "top_k"
+                assert bool((guarded == 7.0).all())
+            assert bool((guarded[:8] == 7.0).all())
+            assert bool((guarded[8 + n :] == 7.0).all())
