@@ -44,8 +44,8 @@ layers: $(VENV)/.tools ## import-linter: a module imports only from layers below
 docs: $(VENV)/.tools ## the documentation, warnings as errors, into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
-bench-kernels: $(VENV)/.installed ## throughput of every kernel
-	$(RUN)$(BIN)/thinwire bench kernels
+bench-kernels: $(VENV)/.installed ## how fast the kernels are beside a plain copy
+	$(RUN)$(BIN)/python benchmarks/kernels.py
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build demo-report .pytest_cache .ruff_cache .hypothesis .import_linter_cache
