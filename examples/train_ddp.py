@@ -46,7 +46,9 @@ def main(recipe: str) -> None:
         with torch.no_grad():
             accuracy = (model.module(x[test]).argmax(dim=1) == y[test]).float().mean()
         stats = link.stats()
-        print(f"{recipe}: accuracy {accuracy:.3f} on {HELD_OUT} held-out digits; {stats['wire_nbytes']:,.0f} bytes sent")
+        print(
+            f"{recipe}: accuracy {accuracy:.3f} on {HELD_OUT} held-out digits; {stats['wire_nbytes']:,.0f} bytes sent"
+        )
         print(f"per step where the gradients have {stats['raw_nbytes']:,.0f}")
     link.close()  # thinwire
     dist.destroy_process_group()
