@@ -14,7 +14,6 @@ html_theme = "furo"
 html_title = "thinwire"
 html_static_path = ["_static"]
 
-myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
