@@ -7,25 +7,15 @@
 namespace thinwire {
 namespace {
 
-constexpr std::size_t ROWS = 16, TREE_LANES = 64, CHUNK = ROWS * TREE_LANES;
+constexpr std::size_t CHUNK = 1024;
 
-// Sum 1024 terms in the tree of `tree_sum`: rows by halving, then lanes by halving. term(i) is term i as a double.
+// Sum 1024 terms by halving, as `tree_sum` does: term i gains term i + 512, then i + 256, ... term(i) is a double.
 template <typename Term> TW_INLINE double sum_chunk(Term term) {
-    double lanes[TREE_LANES];
-    for (std::size_t l = 0; l < TREE_LANES; l++) {
-        double rows[ROWS];
-#pragma GCC unroll 16
-        for (std::size_t r = 0; r < ROWS; r++) rows[r] = term(r * TREE_LANES + l);
-#pragma GCC unroll 4
-        for (std::size_t half = ROWS / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-            for (std::size_t r = 0; r < half; r++) rows[r] = rows[r] + rows[r + half];
-        lanes[l] = rows[0];
-    }
-#pragma GCC unroll 6
-    for (std::size_t half = TREE_LANES / 2; half > 0; half /= 2)
-        for (std::size_t l = 0; l < half; l++) lanes[l] = lanes[l] + lanes[l + half];
-    return lanes[0];
+    double sums[CHUNK / 2];
+    for (std::size_t i = 0; i < CHUNK / 2; i++) sums[i] = term(i) + term(i + CHUNK / 2);
+    for (std::size_t half = CHUNK / 4; half > 0; half /= 2)
+        for (std::size_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
+    return sums[0];
 }
 
 template <bool rms> TW_INLINE double sum_floats(const f32* q) {
@@ -49,14 +39,27 @@ TW_INLINE double sum_of_sums(double* sums, std::size_t count) {
     return sums[0];
 }
 
-// First pass: q and its scale.
-template <bool rms> TW_INLINE float scale_of(const EncodeJob& job, std::int32_t& peak, Scratch& scratch) {
-    if (job.n == 0) return 0.0f;
-    const std::size_t num_chunks = (job.n + CHUNK - 1) / CHUNK;
+// Sign bits of m <= CHUNK elements; -0 is not below 0. Bit i of byte j comes from element 8 * j + i: the product moves
+// its flag, byte i of a word, to bit 56 + i.
+TW_INLINE void pack_signs(const f32* __restrict q, std::size_t m, std::uint8_t* __restrict out) {
+    alignas(64) std::uint64_t words[CHUNK / 8];
+    const std::size_t num_words = (m + 7) / 8;
+    words[num_words - 1] = 0;
+    auto* flags = reinterpret_cast<std::uint8_t*>(words);
+    for (std::size_t i = 0; i < m; i++) flags[i] = q[i] < 0.0f;
+    for (std::size_t j = 0; j < num_words; j++)
+        out[j] = static_cast<std::uint8_t>((words[j] * 0x0102040810204080u) >> 56);
+}
+
+// First pass: q, its sign bits and its scale.
+template <bool rms> TW_INLINE float signs_and_scale(const EncodeJob& job, std::int32_t& peak, Scratch& scratch) {
+    const std::size_t n = job.n, num_chunks = (n + CHUNK - 1) / CHUNK;
+    if (n == 0) return 0.0f;
     double* sums = scratch.get<double>(num_chunks);
     for (std::size_t c = 0; c < num_chunks; c++) {
-        const std::size_t m = std::min<std::size_t>(CHUNK, job.n - c * CHUNK);
+        const std::size_t m = std::min<std::size_t>(CHUNK, n - c * CHUNK);
         const f32* q = form_q(job, c * CHUNK, m, peak);
+        pack_signs(q, m, job.out + 4 + c * (CHUNK / 8));
         if (m == CHUNK) {
             sums[c] = sum_floats<rms>(q);
         } else {
@@ -65,15 +68,8 @@ template <bool rms> TW_INLINE float scale_of(const EncodeJob& job, std::int32_t&
             sums[c] = sum_floats<rms>(padded);
         }
     }
-    const double mean = sum_of_sums(sums, num_chunks) / static_cast<double>(job.n);
+    const double mean = sum_of_sums(sums, num_chunks) / static_cast<double>(n);
     return static_cast<float>(rms ? std::sqrt(mean) : mean);
-}
-
-// Bit i of byte j from byte 8 * j + i of `flags`, each 0 or 1. The product moves flag i to bit 56 + i.
-TW_INLINE void pack_flags(const std::uint8_t* flags, std::size_t num_bytes, std::uint8_t* __restrict out) {
-    const u64* words = reinterpret_cast<const u64*>(flags);
-    for (std::size_t j = 0; j < num_bytes; j++)
-        out[j] = static_cast<std::uint8_t>((words[j] * 0x0102040810204080u) >> 56);
 }
 
 template <bool accumulate> TW_INLINE void decode(const DecodeJob& job) {
@@ -96,26 +92,14 @@ template <bool accumulate> TW_INLINE void decode(const DecodeJob& job) {
 
 TW_CLONES bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch) {
     std::int32_t peak = 0;
-    const float scale = rms ? scale_of<true>(job, peak, scratch) : scale_of<false>(job, peak, scratch);
+    const float scale = rms ? signs_and_scale<true>(job, peak, scratch) : signs_and_scale<false>(job, peak, scratch);
     std::memcpy(job.out, &scale, 4);
-    std::uint8_t* out = job.out + 4;
-    // Second pass: sign bits (-0 is not below 0) and residual.
-    for (std::size_t begin = 0; begin < job.n; begin += CHUNK) {
-        const std::size_t m = std::min<std::size_t>(CHUNK, job.n - begin), num_bytes = (m + 7) / 8;
-        alignas(64) std::uint8_t flags[CHUNK];
-        if (m < CHUNK) std::memset(flags, 0, sizeof flags);
-        if (job.residual) {
-            f32* __restrict residual = job.residual + begin;
-            for (std::size_t i = 0; i < m; i++) flags[i] = residual[i] < 0.0f;
-            for (std::size_t i = 0; i < m; i++) residual[i] = residual[i] - (residual[i] < 0.0f ? -scale : scale);
-        } else {
-            const f32* __restrict x = job.x + begin;
-            for (std::size_t i = 0; i < m; i++) flags[i] = x[i] < 0.0f;
-        }
-        pack_flags(flags, num_bytes, out);
-        out += num_bytes;
+    zero_padding(job, 4 + (job.n + 7) / 8);
+    if (job.residual) {
+        f32* __restrict residual = job.residual;
+        for (std::size_t i = 0, n = job.n; i < n; i++)
+            residual[i] = residual[i] - (residual[i] < 0.0f ? -scale : scale);
     }
-    zero_padding(job, out - job.out);
     return peak < INF_BITS && magnitude(scale) < INF_BITS;
 }
 

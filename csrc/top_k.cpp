@@ -16,7 +16,7 @@ constexpr std::size_t MAX_N = 65536, SAMPLES = 1024, TILE = 1024;
 // Buffers of one thread. native.py makes sure that n <= MAX_N.
 struct Buffers {
     std::int32_t magnitudes[MAX_N];
-    std::uint16_t indices[MAX_N];
+    std::uint16_t indices[MAX_N + 8];  // `collect` writes up to eight past those it keeps
 };
 
 // The k-th largest of `values`: the largest t that at least k of them reach. 1 <= k <= count, values >= 0.
@@ -53,9 +53,14 @@ TW_INLINE std::size_t collect(const f32* q, std::size_t n, std::int32_t bound, s
         if (m < TILE) std::memset(words, 0, sizeof words);
         std::uint8_t* flags = reinterpret_cast<std::uint8_t*>(words);
         for (std::size_t i = 0; i < m; i++) flags[i] = magnitude(q[begin + i]) >= bound;
-        for (std::size_t w = 0; w < (m + 7) / 8; w++)
-            for (std::uint64_t word = words[w]; word; word &= word - 1)
-                indices[count++] = static_cast<std::uint16_t>(begin + 8 * w + std::countr_zero(word) / 8);
+        for (std::size_t w = 0; w < (m + 7) / 8; w++) {
+            if (words[w] == 0) continue;  // most often, where k is small
+            // Write all eight, move on past those that count: no branch to mispredict where they are many.
+            for (std::size_t i = 8 * w; i < 8 * w + 8; i++) {
+                indices[count] = static_cast<std::uint16_t>(begin + i);
+                count += flags[i];
+            }
+        }
     }
     return count;
 }
@@ -77,6 +82,19 @@ TW_INLINE void select(const f32* q, std::size_t n, std::size_t k, Buffers& buffe
     }
 }
 
+// Write k values as halves and leave what each lost; returns the largest magnitude sent.
+TW_INLINE std::int32_t send_halves(f32* __restrict values, std::size_t k, u16* __restrict out) {
+    std::int32_t peak = 0;
+    for (std::size_t j = 0; j < k; j++) {
+        const std::uint16_t half = float_to_half(values[j]);
+        const float sent = half_to_float(half);
+        out[j] = half;
+        values[j] = values[j] - sent;
+        peak = std::max(peak, magnitude(sent));
+    }
+    return peak;
+}
+
 std::size_t value_nbytes(Number number) { return number == Number::float32 ? 4 : 2; }
 
 }  // namespace
@@ -89,20 +107,16 @@ TW_CLONES bool encode_top_k(const EncodeJob& job, Number number, Scratch& scratc
     if (k) {
         Buffers& buffers = *scratch.get<Buffers>(1);
         select(q, job.n, k, buffers);
-        for (std::size_t j = 0; j < k; j++) {
-            const std::uint16_t index = buffers.indices[j];
-            const float value = q[index];
-            float sent = value;
-            if (number == Number::float32) {
-                reinterpret_cast<f32*>(out)[j] = value;
-            } else {
-                const std::uint16_t half = float_to_half(value);
-                reinterpret_cast<u16*>(out)[j] = half;
-                sent = half_to_float(half);
-                peak = std::max(peak, magnitude(sent));
-            }
-            if (job.residual) job.residual[index] = value - sent;
+        f32* __restrict left = reinterpret_cast<f32*>(buffers.magnitudes);  // no longer needed as magnitudes
+        for (std::size_t j = 0; j < k; j++) left[j] = q[buffers.indices[j]];
+        if (number == Number::float32) {
+            std::memcpy(out, left, 4 * k);
+            std::memset(left, 0, 4 * k);
+        } else {
+            peak = std::max(peak, send_halves(left, k, reinterpret_cast<u16*>(out)));
         }
+        if (job.residual)
+            for (std::size_t j = 0; j < k; j++) job.residual[buffers.indices[j]] = left[j];
         out += k * value_nbytes(number);
         std::memcpy(out, buffers.indices, 2 * k);
         out += 2 * k;

@@ -45,14 +45,16 @@ def _cast(dtype: torch.dtype) -> Kind:
     return Kind(f"cast-{dtype}".replace("torch.", ""), "cast", lambda n: n * dtype.itemsize, settings, settings)
 
 
-def _block_quant(bits: int, block: int, stochastic: bool) -> Kind:
+def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
+    """Return the kind for any block size."""
+
     def nbytes(n: int) -> int:
         codes = n if bits == 8 else n // block * -(-block // 2) + -(-(n % block) // 2)
         return 4 * -(-n // block) + codes
 
     decode_settings = {"bits": bits, "block": block}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
-    max_n = 65536 if bits == 8 or block > 100 else 1000
+    max_n = 65536 if bits == 8 or block > 100 else 600
     return Kind(
         label, "block_quant", nbytes, {**decode_settings, "stochastic": stochastic}, decode_settings, max_n=max_n
     )
@@ -67,9 +69,9 @@ def _top_k(dtype: torch.dtype, label: str, num_kept: Callable[[int], int]) -> Ki
 KINDS = [
     *(_cast(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
     *(
-        _block_quant(bits, block, stochastic)
+        block_quant(bits, block, stochastic)
         for bits in (8, 4)
-        for block in (1, 33, 128, 512, 100_000)
+        for block in (1, 33, 512, 2000)
         for stochastic in (False, True)
     ),
     *(

@@ -66,35 +66,40 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
-def compute_phases(model: DistributedDataParallel, workload: Workload, steps: int) -> list[float]:
+def compute_phases(
+    model: DistributedDataParallel, workload: Workload, optimizer: torch.optim.Optimizer | None, steps: int
+) -> list[float]:
     """Median seconds of forward, backward and optimizer, all ranks running, nothing exchanged; mean over ranks."""
-    optimizer = workload.optimizer(model.parameters())
-    workload.start(0)
     dist.barrier()
     phases = [timed_step(model, workload, optimizer, exchange=False)[1:] for _ in range(steps)]
     return mean_over_ranks([median(column) for column in zip(*phases[1:], strict=True)])
 
 
-def measure_rate(target_s: float = 0.5, max_nbytes: int = 32 << 20) -> float:
-    """Payload bytes per second that every rank sends at once, each to the next, over the same gloo as the training.
+def measure_rate(target_s: float = 0.3, max_nbytes: int = 32 << 20) -> float:
+    """Payload bytes per second that every rank can send at once, each to the next, over the same gloo as the training.
 
-    A ring, not an all-to-all: it keeps every link busy in both directions, so it shows the wire itself.
+    A ring, not an all-to-all: it keeps every link busy in both directions, so it shows the wire itself. The best of
+    three, since what disturbs a measurement only ever makes it slower.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     nbytes = 64 << 10
-    while True:
-        send, receive = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-        dist.barrier()
-        start = time.perf_counter()
-        work = dist.isend(send, (rank + 1) % world_size)
-        dist.recv(receive, (rank - 1) % world_size)
-        assert work is not None
-        work.wait()
-        elapsed = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)  # every rank must take the same decision
-        if elapsed.item() >= target_s or 4 * nbytes > max_nbytes:
-            return nbytes / elapsed.item()
-        nbytes *= 4 if elapsed.item() < target_s / 4 else 2
+    while (elapsed_s := _ring_s(nbytes)) < target_s and 4 * nbytes <= max_nbytes:
+        nbytes *= 4 if elapsed_s < target_s / 4 else 2
+    return nbytes / min(_ring_s(nbytes) for _ in range(3))
+
+
+def _ring_s(nbytes: int) -> float:
+    """Seconds until every rank has sent ``nbytes`` to the next one, the same number on all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    send, receive = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    dist.barrier()
+    start = time.perf_counter()
+    work = dist.isend(send, (rank + 1) % world_size)
+    dist.recv(receive, (rank - 1) % world_size)
+    assert work is not None
+    work.wait()
+    elapsed = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

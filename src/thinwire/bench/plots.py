@@ -104,7 +104,7 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
     figure, axes = _figure(11, 1.6 + 0.36 * len(runs))
     names = [label(run) for run in runs]
     forward_s, backward_s = [run["forward_s"] for run in runs], [run["backward_s"] for run in runs]
-    optimizer_s = [run["compute_s"] - run["forward_s"] - run["backward_s"] for run in runs]
+    optimizer_s = [run["optimizer_s"] for run in runs]
     exposed_s = [max(0.0, run["exposed_comm_s"]) for run in runs]
     left = [0.0] * len(runs)
     for part, widths, colour in (
@@ -115,14 +115,15 @@ def _step_plot(runs: Sequence[Run]) -> bytes:
     ):
         axes.barh(names, widths, left=left, height=0.62, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    ends = [max(end, run["ideal_s"] or 0.0) for end, run in zip(left, runs, strict=True)]
     for index, run in enumerate(runs):
-        axes.text(left[index], index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
+        axes.text(ends[index], index, f"  {run['step_s']:.2f} s", va="center", color="#1f2328", fontsize=9)
     ideal = [(run["ideal_s"], index) for index, run in enumerate(runs) if run["ideal_s"] is not None]
     if ideal:
         axes.plot(*zip(*ideal, strict=True), "|", color="#1f2328", markersize=16, markeredgewidth=2, label="ideal step")
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, max(left) * 1.12)
+    axes.set_xlim(0, max(ends) * 1.12)
     axes.set_xlabel("seconds of a step")
     figure.legend(loc="outside lower center", ncols=5)
     return _png(figure, emulated=True)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,8 @@ from thinwire.bench.settings import Settings
 from thinwire.bench.table import columns, label, network_line, notes, plain_text, rows
 
 Event = Mapping[str, Any]
+
+WIDE = 140  # columns of a terminal that the whole table needs
 
 
 def make_progress(settings: Settings) -> "PlainProgress | RichProgress":
@@ -31,6 +33,19 @@ def _run_text(record: Mapping[str, Any]) -> str:
     return text
 
 
+def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Any:
+    """A rich table, names left and numbers right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
 class PlainProgress(AbstractContextManager["PlainProgress"]):
     """One line when something begins or ends."""
 
@@ -47,9 +62,6 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
                 self._print("emulated network is up" if event["emulated"] else f"plain loopback: {event['reason']}")
             case "ready":
                 self._print(f"ranks are up: {event['facts']['model']}, {event['facts']['num_parameters']:,} parameters")
-            case "compute":
-                total = sum(event[name] for name in ("forward_s", "backward_s", "optimizer_s"))
-                self._print(f"compute alone: {total:.3f} s a step")
             case "run":
                 self._print(f"{label(event['record'])}: {_run_text(event['record'])}")
 
@@ -91,7 +103,7 @@ class RichProgress(AbstractContextManager["RichProgress"]):
             case "network":
                 self._status = "starting the ranks" if event["emulated"] else f"plain loopback: {event['reason']}"
             case "ready":
-                self._status = "measuring compute without exchange"
+                self._status = "ranks are up"
             case "method":
                 self._status = "training"
                 self._states[event["method"], event["seed"]]["state"] = "running"
@@ -104,15 +116,16 @@ class RichProgress(AbstractContextManager["RichProgress"]):
     def show(self, document: Mapping[str, Any]) -> None:
         """Print the final table on standard output."""
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table(title=document["conditions"]["model"], caption=network_line(document["conditions"]))
-        for index, column in enumerate(columns(document)):
-            table.add_column(column.heading, justify="left" if index == 0 else "right")
-        for row in rows(document):
-            table.add_row(*row)
         console = Console()
-        console.print(table)
+        headings = [column.heading for column in columns(document)]
+        cells = rows(document)
+        # One table where it fits, else time and bytes above, learning below.
+        middle = headings.index("ratio") + 1 if console.width < WIDE else len(headings)
+        console.print(f"[bold]{document['conditions']['model']}[/bold]. {network_line(document['conditions'])}")
+        for part in (slice(1, middle), slice(middle, None)):
+            if headings[part]:
+                console.print(_table([headings[0], *headings[part]], [[row[0], *row[part]] for row in cells]))
         for line in notes(document):
             console.print(f"* {line}")
 

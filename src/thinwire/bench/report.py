@@ -19,8 +19,9 @@ _CAPTIONS = {
     "loss-against-bytes": ("Loss against bytes", "How far each method gets for what one host has sent."),
     "step-time": (
         "Where the step's time goes",
-        "Forward, backward and optimizer are measured with all hosts running and nothing exchanged. Exposed exchange "
-        "is what the step takes beyond that. The ideal step hides the exchange as far as wire and cores allow.",
+        "Forward, backward and optimizer are measured with all hosts running and nothing exchanged, right after each "
+        "method's training. Exposed exchange is what the step takes beyond that. The ideal step hides the exchange as "
+        "far as wire and cores allow.",
     ),
     "bytes-per-step": ("Bytes of a step", "Payload that one host sends in a step."),
 }
@@ -30,7 +31,7 @@ _FULL_WIDTH = ("step-time", "bytes-per-step")
 _CSS = """
 :root { color-scheme: light; --ink: #1f2328; --soft: #57606a; --line: #d8dee4; --blue: #0969da; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2.5rem 1.5rem 3rem; max-width: 70rem; color: var(--ink); background: #fff;
+body { margin: 0 auto; padding: 2.5rem 1.5rem 3rem; max-width: 76rem; color: var(--ink); background: #fff;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .4rem; letter-spacing: -.01em; }
 h2 { font-size: 1.2rem; margin: 2.4rem 0 .3rem; }
@@ -44,7 +45,7 @@ p { margin: .4rem 0; max-width: 52rem; } .soft { color: var(--soft); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .86rem; margin: .8rem 0; width: 100%;
   font-variant-numeric: tabular-nums; }
-th, td { padding: .38rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
+th, td { padding: .38rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
 td:first-child { white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; border-bottom: 2px solid var(--ink); }
 th:first-child, td:first-child { text-align: left; }
@@ -182,9 +183,10 @@ def _table(document: Mapping[str, Any]) -> str:
 
 def _figure(name: str, image: bytes) -> str:
     heading, caption = _CAPTIONS[name]
+    width = "full" if name in _FULL_WIDTH else "half"
     data = base64.b64encode(image).decode()
     return (
-        f'<figure class="{"full" if name in _FULL_WIDTH else "half"}"><h2>{heading}</h2><figcaption class="soft">{caption}</figcaption>'
+        f'<figure class="{width}"><h2>{heading}</h2><figcaption class="soft">{caption}</figcaption>'
         f'<img alt="{heading}" src="data:image/png;base64,{data}"></figure>'
     )
 

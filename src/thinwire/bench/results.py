@@ -20,7 +20,6 @@ class Events:
     """What the ranks have reported so far."""
 
     ready: dict[str, Any] = dc.field(default_factory=dict)
-    compute: list[dict[str, float]] = dc.field(default_factory=list)
     records: list[dict[str, Any]] = dc.field(default_factory=list)
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -28,8 +27,6 @@ class Events:
         match event["event"]:
             case "ready":
                 self.ready = dict(event)
-            case "compute":
-                self.compute.append({name: event[name] for name in ("forward_s", "backward_s", "optimizer_s")})
             case "run":
                 self.records.append(event["record"])
 
@@ -47,8 +44,6 @@ def make_document(
         latency_s: one way, in seconds.
     """
     emulated = bool(network["emulated"])
-    compute = {name: _mean([phases[name] for phases in events.compute]) for name in events.compute[0]}
-    compute_s = sum(compute.values())
     rate = events.ready["rate_nbytes_per_s"]
     numel = events.ready["facts"]["num_parameters"]
     conditions = {
@@ -59,21 +54,23 @@ def make_document(
         "rate_bps": rate_bps if emulated else None,
         "latency_s": latency_s if emulated else None,
         "measured_rate_bps": rate * 8 if emulated else None,
-        "optimizer_s": compute["optimizer_s"],
         "seconds_per_method": None if settings.steps is not None else settings.seconds,
         "threads_per_rank": 1,
         "cores": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
         "torch": events.ready["torch"],
+        "kernels": events.ready["kernels"],
         "system": platform.platform(),
     }
     runs = []
     for record in events.records:
-        sent, planned = record["sent_nbytes_per_step"], record["planned_nbytes_per_step"]
+        planned = record["planned_nbytes_per_step"]
+        phases = {name: record[name] for name in ("forward_s", "backward_s", "optimizer_s")}
+        compute_s = sum(phases.values())
         ideal_s = None
         if record["codec_s"] is not None and emulated:
-            ideal_s = ideal_step_s(**compute, codec_s=record["codec_s"], sent_nbytes=planned, rate_nbytes_per_s=rate)
+            ideal_s = ideal_step_s(**phases, codec_s=record["codec_s"], sent_nbytes=planned, rate_nbytes_per_s=rate)
         runs.append(
             {
                 "workload": settings.workload,
@@ -81,12 +78,9 @@ def make_document(
                 "rate_bps": conditions["rate_bps"],
                 "latency_s": conditions["latency_s"],
                 **record,
-                "forward_s": compute["forward_s"],
-                "backward_s": compute["backward_s"],
                 "compute_s": compute_s,
                 "ideal_s": ideal_s,
                 "exposed_comm_s": record["step_s"] - compute_s,
-                "sent_nbytes_per_step": sent,
                 # Every rank receives as much as it sends, on average over ranks.
                 "planned_with_headers_nbytes_per_step": with_headers(planned, planned),
                 "compression_ratio": dense_nbytes(numel, settings.nodes) / planned if planned else None,

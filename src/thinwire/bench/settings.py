@@ -5,6 +5,9 @@ import json
 import re
 from pathlib import Path
 
+from thinwire.bench.shapes import model_layers
+from thinwire.errors import RecipeError
+
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 """PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
 
@@ -12,7 +15,7 @@ DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
 
 REPLAYS = ("resnet50", "vgg16", "bert-base", "bert-large")
 
-_METHOD = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*|dense|fp16|bf16|int8|int4|topk:(0?\.\d+|1(\.0*)?)|onebit")
+_BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(REPLAYS)})(/[1-9]\d*)?")
 
 
@@ -40,7 +43,7 @@ class Settings:
     rate: str | None = "100mbit"
     latency: str | None = None
     steps: int | None = None
-    seconds: float = 27.0
+    seconds: float = 24.0
     seeds: int = 1
     bucket_cap_mb: float | None = None
     start_after: int = 0
@@ -65,11 +68,17 @@ def parse_methods(text: str) -> tuple[str, ...]:
     """
     methods = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in methods:
-        if not _METHOD.fullmatch(name):
+        if _BASELINE.fullmatch(name):
+            continue
+        from thinwire.recipes import parse_recipe, recipe_names
+
+        try:
+            parse_recipe(name)
+        except RecipeError as error:
             raise ValueError(
-                f"unknown method {name!r}; choose from ddp, ddp-fp16, ddp-powersgd:RANK (PyTorch's own) and "
-                "dense, fp16, bf16, int8, int4, topk:DENSITY, onebit (thinwire)"
-            )
+                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK and "
+                f"thinwire's recipes {', '.join(recipe_names())}"
+            ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")
     return methods
@@ -86,4 +95,17 @@ def parse_workload(text: str) -> str:
             f"unknown workload {text!r}; choose gpt, digits, or replay:NAME[/SCALE] with NAME {', '.join(REPLAYS)} "
             "and SCALE a whole number that divides the model's widths"
         )
+    if text.startswith("replay:"):
+        name, scale = split_replay(text)
+        model_layers(name, scale)  # raises for a scale that does not fit
     return text
+
+
+def split_replay(workload: str) -> tuple[str, int]:
+    """Model and scale of a replay's name.
+
+    >>> split_replay("replay:bert-large/4")
+    ('bert-large', 4)
+    """
+    name, _, scale = workload.removeprefix("replay:").partition("/")
+    return name, int(scale or 1)

@@ -1,6 +1,6 @@
 """One rank of a benchmark: ``python -m thinwire.bench.worker SETTINGS.json``, started once for all methods.
 
-Rank 0 prints events for the engine, one JSON object a line: ``ready``, ``compute``, ``method``, ``step``, ``run``.
+Rank 0 prints events for the engine, one JSON object a line: ``ready``, ``method``, ``step``, ``run``.
 Importing torch on every rank costs seconds on few cores, so all methods run in the same processes, each with a fresh
 model, optimizer and DDP.
 """
@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bench import measure, methods
 from thinwire.bench.settings import Settings
 from thinwire.bench.workloads import Workload, make_workload
+from thinwire.kernels import backend
 
-COMPUTE_STEPS = 8
+COMPUTE_STEPS = 5
 MIN_STEPS = measure.WARM_UP_STEPS + 2
 EVENT_INTERVAL_S = 0.2
 GROUP_TIMEOUT = datetime.timedelta(minutes=10)
@@ -121,6 +122,11 @@ class Training:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         accuracy, val_loss = self._evaluate()
+        self.model.train()
+        # Right after the training it is compared with: machines grow slower and faster. The model is not used again.
+        phases = measure.compute_phases(self.model, self.workload, self.optimizer, COMPUTE_STEPS)
+        # A link stays open until the process ends: torch would give the names of its process groups to the next link's,
+        # which then finds old addresses in the store.
         if dist.get_rank() != 0:
             return None
 
@@ -138,6 +144,7 @@ class Training:
             "bucket_cap_mb": self.bucket_cap_mb,
             "start_after": self.settings.start_after if self.attached.link is not None else 0,
             "step_s": max(rank["step_s"] for rank in everyone),
+            **dict(zip(("forward_s", "backward_s", "optimizer_s"), phases, strict=True)),
             "codec_s": None if codec_s is None else mean(rank["codec_s"] for rank in everyone),
             "sent_nbytes_per_step": mean(mean(r["sent_nbytes"][steady:]) for r in everyone) if emulated else None,
             "planned_nbytes_per_step": mean(rank["planned_nbytes"] for rank in everyone),
@@ -173,13 +180,6 @@ def wrap(workload: Workload, seed: int, bucket_cap_mb: float) -> DistributedData
     )
 
 
-def measure_compute(workload: Workload) -> None:
-    """Measure the phases of a step without exchange and report them."""
-    phases = measure.compute_phases(wrap(workload, 0, 25), workload, COMPUTE_STEPS)
-    gc.collect()
-    emit("compute", **dict(zip(("forward_s", "backward_s", "optimizer_s"), phases, strict=True)))
-
-
 def _plain(stats: dict[str, Any]) -> dict[str, Any]:
     """The numbers and texts among a link's counters."""
     return {name: value for name, value in stats.items() if isinstance(value, int | float | str)}
@@ -193,17 +193,14 @@ def main(path: str) -> None:
     workload = make_workload(settings, dist.get_rank(), dist.get_world_size())
     numel = sum(p.numel() for p in workload.model(0).parameters())
     facts = {**workload.facts(), "num_parameters": numel}
-    emit("ready", facts=facts, rate_nbytes_per_s=measure.measure_rate(), torch=torch.__version__)
-    measure_compute(workload)
+    emit("ready", facts=facts, rate_nbytes_per_s=measure.measure_rate(), torch=torch.__version__, kernels=backend())
     for seed in range(settings.seeds):
         for method in settings.methods:
             emit("method", method=method, seed=seed)
             record = Training(settings, workload, method, seed).run()
             if record is not None:
                 emit("run", record=record)
-            gc.collect()
-    # Once more at the end: the machine may have grown slower or faster meanwhile.
-    measure_compute(workload)
+            gc.collect()  # a replayed model must be gone before the next one comes
     dist.barrier()
     dist.destroy_process_group()
 

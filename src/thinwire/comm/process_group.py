@@ -9,7 +9,6 @@ strictly in the order messages were submitted; nothing is ever issued from a fut
 # pyright: reportUnknownMemberType=false
 
 import datetime
-import queue
 import threading
 import time
 from collections import deque
@@ -139,20 +138,16 @@ class OverlappedDriver:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         ranks = dist.get_process_group_ranks(group)
         self._liveness = Liveness(ranks, self.rank)
-        self._queues: list[queue.SimpleQueue[_Ticket | None]] = []
-        self._threads: list[threading.Thread] = []
         self._groups: list[dist.ProcessGroup] = []
+        self._lanes: list[ThreadPoolExecutor] = []  # of one thread each, so first in, first out
         for position in range(num_lanes):
-            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            # torch names a locally synchronised group by its ranks, and the name of one that was left would come back
+            # with its stale addresses; named by a counter, a group needs every rank of the default one.
+            partial = len(ranks) < dist.get_world_size()
+            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=partial)
             assert isinstance(lane, dist.ProcessGroup)
-            orders: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=self._run_lane, args=(position, lane, orders), name=f"thinwire-lane-{position}", daemon=True
-            )
             self._groups.append(lane)
-            self._queues.append(orders)
-            self._threads.append(thread)
-            thread.start()
+            self._lanes.append(ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-lane-{position}"))
 
     def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
         """Queue an exchange; call in the same order on every rank.
@@ -160,14 +155,14 @@ class OverlappedDriver:
         Returns:
             A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
         """
-        assert len(schedule) <= len(self._queues), f"{len(schedule)} rounds for {len(self._queues)} lanes"
+        assert len(schedule) <= len(self._lanes), f"{len(schedule)} rounds for {len(self._lanes)} lanes"
         ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
         with self._lock:
             if self._error is not None:
                 ticket.done.set_exception(self._error)
                 return ticket.done
             for position in range(len(schedule)):
-                self._queues[position].put(ticket)
+                self._lanes[position].submit(self._run_round, ticket, position)
             self._waiting.append(ticket)
         self._start_waiting()
         return ticket.done
@@ -179,13 +174,11 @@ class OverlappedDriver:
 
     def close(self) -> None:
         """Stop the threads and leave the process groups, once all submitted exchanges are done."""
-        for orders in self._queues:
-            orders.put(None)
-        for thread in self._threads:
-            thread.join()
+        for lane in self._lanes:
+            lane.shutdown()
         self._pool.shutdown()
-        for lane in self._groups:
-            dist.destroy_process_group(lane)
+        for group in self._groups:
+            dist.destroy_process_group(group)
 
     def _start_waiting(self) -> None:
         with self._lock:
@@ -212,23 +205,21 @@ class OverlappedDriver:
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
-    def _run_lane(self, position: int, lane: dist.ProcessGroup, orders: "queue.SimpleQueue[_Ticket | None]") -> None:
-        """Perform round `position` of every exchange, in order of submission."""
-        while (ticket := orders.get()) is not None:
-            ticket.ready[position].wait()
-            if self._error is not None:
-                self._settle(ticket, self._error)
-                continue
-            transfer = ticket.transfer
-            assert transfer is not None
-            ticket.transfer = None
-            try:
-                _timed(transfer, lane, self.rank, ticket.outcome)
-            except BaseException as error:
-                self._fail(self._liveness.explain(error), ticket)
-                continue
-            ticket.position += 1
-            self._pool.submit(self._advance, ticket)
+    def _run_round(self, ticket: _Ticket, position: int) -> None:
+        """Perform one round, in the lane's thread."""
+        ticket.ready[position].wait()
+        if self._error is not None:
+            self._settle(ticket, self._error)
+            return
+        transfer, ticket.transfer = ticket.transfer, None
+        assert transfer is not None
+        try:
+            _timed(transfer, self._groups[position], self.rank, ticket.outcome)
+        except BaseException as error:
+            self._fail(self._liveness.explain(error), ticket)
+            return
+        ticket.position += 1
+        self._pool.submit(self._advance, ticket)
 
     def _fail(self, error: BaseException, ticket: _Ticket) -> None:
         """Fail this exchange and all that are queued, wherever they wait."""

@@ -26,15 +26,11 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _TOP_K_MAX = 65536  # 16-bit indices
 
 
-def _describe(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    contiguous = "contiguous" if value.is_contiguous() else f"strides {value.stride()}"
-    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, {contiguous}"
-
-
-def _bad_tensor(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {_describe(got)}")
+def _bad_tensor(name: str, expected: str, got: Tensor) -> NoReturn:
+    contiguous = "contiguous" if got.is_contiguous() else f"strides {got.stride()}"
+    raise ValueError(
+        f"{name}: expected {expected}, got {got.dtype} of shape {tuple(got.shape)} on {got.device}, {contiguous}"
+    )
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, name: str) -> None:

@@ -18,29 +18,24 @@ from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.random import uniform
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-TREE_ROWS, TREE_LANES = 16, 64
+TREE_CHUNK = 1024
 
 
 def tree_sum(x: Tensor) -> Tensor:
     """Sum a 1-D float64 tensor in the tree that every backend shares.
 
-    Chunks of 1024 elements (zero-padded) are seen as 16 rows of 64 lanes. Rows are added by halving (row r gains row
-    r + 8, then r + 4, ...), then lanes by halving (l gains l + 32, then l + 16, ...). The chunk sums are summed the
-    same way until one is left.
+    Each chunk of 1024 elements (the last one zero-padded) is summed by halving: element i gains element i + 512, then
+    i + 256, and so on down to i + 1. The chunks' sums are summed the same way until one is left.
     """
     while True:
-        num_chunks = max(1, -(-x.numel() // (TREE_ROWS * TREE_LANES)))
-        padded = x.new_zeros(num_chunks * TREE_ROWS * TREE_LANES)
+        num_chunks = max(1, -(-x.numel() // TREE_CHUNK))
+        padded = x.new_zeros(num_chunks * TREE_CHUNK)
         padded[: x.numel()] = x
-        rows = padded.view(num_chunks, TREE_ROWS, TREE_LANES)
-        while rows.shape[1] > 1:
-            half = rows.shape[1] // 2
-            rows = rows[:, :half] + rows[:, half:]
-        lanes = rows[:, 0]
-        while lanes.shape[1] > 1:
-            half = lanes.shape[1] // 2
-            lanes = lanes[:, :half] + lanes[:, half:]
-        x = lanes[:, 0]
+        chunks = padded.view(num_chunks, TREE_CHUNK)
+        while chunks.shape[1] > 1:
+            half = chunks.shape[1] // 2
+            chunks = chunks[:, :half] + chunks[:, half:]
+        x = chunks[:, 0]
         if num_chunks == 1:
             return x[0]
 

@@ -2,7 +2,8 @@
 
 Normally nothing is left: the process that holds the namespaces sees the lab's death and ends everything. If that
 process was killed too, ranks may live on in namespaces that nobody holds. They are found through the kernel alone:
-their namespace has an interface named after its holder, and no process of that id holds the namespace any more.
+their namespace has an idle interface named after its holder (`holder.mark`), and no process of that id holds the
+namespace any more.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from thinwire.lab import linux
 from thinwire.lab.counters import parse_counters
 
-_LAB_INTERFACE = re.compile(r"tw(\d+)(?:n\d+|hub)")
+_MARK = re.compile(r"tw(\d+)")
 _TIMEOUT_S = 5.0
 
 
@@ -59,7 +60,7 @@ def _owner(pid: int) -> int | None:
         names = parse_counters(Path(f"/proc/{pid}/net/dev").read_text())
     except OSError:
         return None
-    return next((int(match[1]) for name in names if (match := _LAB_INTERFACE.fullmatch(name))), None)
+    return next((int(match[1]) for name in names if (match := _MARK.fullmatch(name))), None)
 
 
 def _holds(owner: int, namespace: linux.Namespace) -> bool:

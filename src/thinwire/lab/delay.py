@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import time
+import traceback
 from collections import deque
 
 from thinwire.lab import linux
@@ -30,8 +31,10 @@ def fork_delay_line(node_namespace: int, node_device: str, hub_namespace: int, h
     if pid == 0:
         try:
             _become_delay_line(node, hub, latency)
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(1)
+            os._exit(1)  # never into the holder's own code
     os.close(node)
     os.close(hub)
     return pid

@@ -36,9 +36,18 @@ class HolderError(Exception):
     """The network cannot be made; the message says why and what helps."""
 
 
-def interface_name(node: int, owner: int | None = None) -> str:
-    """Name of a node's interface. It carries the id of the holder, so that leftovers can be told from live ones."""
-    return f"tw{owner or os.getpid()}n{node}"
+def mark() -> str:
+    """Name of an idle interface in every namespace of this lab, and the start of all names of interfaces in it.
+
+    It carries the holder's id, so that what a killed lab left can be told from a live one. A node's real interface
+    could not serve: it vanishes with the other end of its cable, in the hub.
+    """
+    return f"tw{os.getpid()}"
+
+
+def interface_name(node: int) -> str:
+    """Name of a node's interface."""
+    return f"{mark()}n{node}"
 
 
 def node_address(node: int) -> str:
@@ -69,7 +78,7 @@ class Namespaces:
 
     def connect(self) -> None:
         """Lay the cables and bring everything up."""
-        bridge = f"tw{os.getpid()}hub"
+        bridge = mark()
         self._ip(self.hub, [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"])
         if self.latency is not None:
             self.delay_line = "netem" if self._has_netem() else "user space"
@@ -83,8 +92,7 @@ class Namespaces:
                 namespace,
                 [
                     "link set dev lo up",
-                    # No automatic IPv6, whose chatter would be counted.
-                    f"link set dev {device} addrgenmode none",
+                    f"link add name {mark()} type bridge",
                     f"address add {node_address(node)}/24 dev {device}",
                     f"link set dev {device} up",
                 ],
@@ -92,8 +100,8 @@ class Namespaces:
         ports = [_port(node) for node in range(len(self.nodes))]
         self._ip(
             self.hub,
-            [f"link set dev {port} master {bridge} addrgenmode none" for port in ports]
-            + [f"link set dev {device} up addrgenmode none" for device in (*ports, bridge)],
+            [f"link set dev {port} master {bridge}" for port in ports]
+            + [f"link set dev {device} up" for device in (*ports, bridge)],
         )
         wanted, self.rates = self.rates, [LinkRate(up=None, down=None)] * len(self.nodes)
         if self.delay_line == "netem":
@@ -136,7 +144,7 @@ class Namespaces:
             time.sleep(0.01)
 
     def _join_by_veth(self, node: int) -> None:
-        device, namespace = interface_name(node), f"/proc/{os.getpid()}/fd/{self.nodes[node]}"
+        device, namespace = interface_name(node), f"/proc/self/fd/{self.nodes[node]}"  # `_run` hands it down
         self._ip(
             self.hub,
             [
@@ -183,7 +191,12 @@ class Namespaces:
         linux.setns(namespace, linux.CLONE_NEWNET)
         text = "\n".join(lines) + "\n"
         done = subprocess.run(
-            [self.tools[tool], "-batch", "-"], input=text, capture_output=True, text=True, check=False
+            [self.tools[tool], "-batch", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            pass_fds=self.nodes,
         )
         if done.returncode != 0:
             raise HolderError(f"`{tool}` refused: {done.stderr.strip()}; it was given:\n{text}")
@@ -197,6 +210,9 @@ def _find_tool(name: str) -> str:
 
 
 def _open_own_namespace() -> int:
+    """Descriptor that keeps the namespace this process has just made; interfaces to come will not speak IPv6."""
+    with contextlib.suppress(OSError):  # unasked announcements would only blur the byte counts
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -46,7 +46,7 @@ class Network(ABC):
 
     def start(
         self,
-        argv: Sequence[str],
+        argv: Sequence[str | os.PathLike[str]],
         *,
         env: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
@@ -66,6 +66,7 @@ class Network(ABC):
         Raises:
             LabError: if the network is closed.
         """
+        words = [os.fspath(word) for word in argv]
         address, port = self._rendezvous()
         commands = []
         for rank in range(self.world_size):
@@ -89,7 +90,7 @@ class Network(ABC):
             }
             environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
             environment |= {name: str(value) for name, value in variables.items()} | dict(env or {})
-            commands.append(RankCommand(argv=self._enter(node, argv), env=environment, node=node))
+            commands.append(RankCommand(argv=self._enter(node, words), env=environment, node=node))
         run = Run(commands, counters=self.interface_nbytes, on_line=on_line, cwd=cwd, grace_s=grace_s)
         self._runs.append(run)
         return run

@@ -15,6 +15,7 @@ OnLine: TypeAlias = Callable[[int, str], None]
 Counters: TypeAlias = Callable[[], list[tuple[int, int]]]
 
 KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
+DRAIN_S = 1.0  # for output still in the pipes; they stay open if a process that left its rank's group holds them
 _print_lock = threading.Lock()
 
 
@@ -196,8 +197,9 @@ class Run:
 
     def _finish(self) -> None:
         seconds = time.monotonic() - self._started
+        patience = time.monotonic() + DRAIN_S
         for reader in self._readers:
-            reader.join(2.0)  # longer only if a process outside the group still holds the pipe
+            reader.join(max(0.0, patience - time.monotonic()))
         try:
             after = self._counters()
         except Exception:  # the lab may be gone; how the ranks ended must still be told

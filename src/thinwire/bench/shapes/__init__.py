@@ -11,9 +11,17 @@ __all__ = ["Layer", "bert", "model_layers", "num_parameters", "resnet50", "vgg16
 def model_layers(name: str, scale: int = 1) -> list[Layer]:
     """Layers of ``name`` in forward order, with every width divided by ``scale``.
 
+    Raises:
+        ValueError: an unknown name, or a scale that does not divide the narrowest width.
+
     >>> num_parameters(model_layers("resnet50"))
     25557032
     """
+    narrowest = {"resnet50": 64, "vgg16": 64, "bert-base": 768, "bert-large": 1024}.get(name)
+    if narrowest is None:
+        raise ValueError(f"no shape table for {name!r}; there are resnet50, vgg16, bert-base and bert-large")
+    if scale < 1 or narrowest % scale:
+        raise ValueError(f"expected a scale that divides {name}'s narrowest width, {narrowest}, got {scale}")
     match name:
         case "resnet50":
             return resnet50(scale)
@@ -21,6 +29,5 @@ def model_layers(name: str, scale: int = 1) -> list[Layer]:
             return vgg16(scale)
         case "bert-base":
             return bert(num_layers=12, width=768, scale=scale)
-        case "bert-large":
+        case _:
             return bert(num_layers=24, width=1024, scale=scale)
-    raise ValueError(f"no shape table for {name!r}")

@@ -1,6 +1,6 @@
 """Things to train: a small GPT, a small ResNet, and replays of large models' gradient exchange."""
 
-from thinwire.bench.settings import Settings
+from thinwire.bench.settings import Settings, split_replay
 from thinwire.bench.workloads.base import Workload
 
 __all__ = ["Workload", "make_workload"]
@@ -18,5 +18,5 @@ def make_workload(settings: Settings, rank: int, world_size: int) -> Workload:
         return DigitsWorkload(rank, world_size)
     from thinwire.bench.workloads.replay import ReplayWorkload
 
-    name, _, scale = settings.workload.removeprefix("replay:").partition("/")
-    return ReplayWorkload(name, rank, scale=int(scale or 1), compute_s=settings.compute_s)
+    name, scale = split_replay(settings.workload)
+    return ReplayWorkload(name, rank, scale=scale, compute_s=settings.compute_s)

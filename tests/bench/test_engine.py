@@ -1,0 +1,107 @@
+"""Whole runs with real processes: baselines over loopback, a failing rank, a run in the lab."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.bench import engine
+from thinwire.bench.arithmetic import dense_nbytes
+from thinwire.bench.settings import BASELINES, Settings
+from thinwire.cli import main
+from thinwire.errors import LabError
+from thinwire.lab import Lab, Loopback
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_network(nodes: int, **_: Any) -> Loopback:
+        return Loopback(nodes, reason="chosen by the test")
+
+    monkeypatch.setattr(engine, "open_network", open_network)
+
+
+@pytest.mark.usefixtures("loopback")
+def test_baselines_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "results.json"
+    arguments = ["--workload", "digits", "--nodes", "2", "--steps", "6", "--json", str(file)]
+    assert main(["bench", *arguments, "--methods", ",".join(BASELINES), "--report", str(tmp_path / "report")]) == 0
+    output = capsys.readouterr()
+    assert "PowerSGD r4" in output.out
+    assert "chosen by the test" in output.out
+    document = json.loads(file.read_text())
+    assert not document["conditions"]["emulated"]
+    assert (tmp_path / "report" / "report.html").exists()
+    ddp, fp16, powersgd = document["runs"]
+    for run in document["runs"]:
+        assert run["bit_identical"]
+        assert run["steps"] == len(run["curve"]["loss"]) == len(run["curve"]["step_s"]) == 6
+    assert ddp["planned_nbytes_per_step"] == dense_nbytes(document["conditions"]["num_parameters"], 2)
+    assert fp16["planned_nbytes_per_step"] * 2 == ddp["planned_nbytes_per_step"]
+    assert powersgd["planned_nbytes_per_step"] < fp16["planned_nbytes_per_step"] / 2
+    # Same seed, same batches: the first loss comes before any exchange.
+    assert ddp["curve"]["loss"][0] == fp16["curve"]["loss"][0] == powersgd["curve"]["loss"][0]
+    assert ddp["curve"]["loss"][-1] != powersgd["curve"]["loss"][-1]
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_time_budget_ends_a_replay_on_all_ranks():
+    events: list[str] = []
+    settings = Settings(workload="replay:resnet50/8", methods=("ddp",), nodes=2, seconds=1.0, compute_s=0.05)
+    document = engine.run_benchmark(settings, lambda event: events.append(event["event"]))
+    (run,) = document["runs"]
+    assert run["bit_identical"]
+    assert run["val_loss"] is None
+    assert run["train_loss"] is None
+    assert run["steps"] >= 5
+    assert sum(run["curve"]["step_s"]) > 0.9  # stops once the time is up, not before
+    assert run["step_s"] >= 0.05
+    assert events[:3] == ["network", "ready", "method"]
+    assert events.count("run") == 1
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_failing_rank_is_named_with_its_last_lines():
+    with pytest.raises(LabError, match=r"(?s)rank \d .*nonsense"):
+        engine.run_benchmark(Settings(workload="replay:nonsense", methods=("ddp",), nodes=2), lambda event: None)
+
+
+@pytest.mark.lab
+def test_bytes_at_the_interface_are_those_of_the_plan():
+    try:
+        Lab(nodes=2).close()
+    except LabError as error:
+        pytest.skip(str(error))
+    settings = Settings(workload="replay:resnet50/4", methods=("ddp",), nodes=2, rate="1gbit", steps=8, compute_s=0.05)
+    document = engine.run_benchmark(settings, lambda event: None)
+    (run,) = document["runs"]
+    assert document["conditions"]["rate_bps"] == 10**9
+    sent, planned = run["sent_nbytes_per_step"], run["planned_nbytes_per_step"]
+    assert planned < sent < 1.1 * planned
+    assert run["ideal_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["bench", "--methods", "int9"], "int9"),
+        (["bench", "--methods", "ddp,ddp"], "different"),
+        (["bench", "--workload", "imagenet"], "imagenet"),
+        (["bench", "--workload", "replay:vgg16/7"], "narrowest"),
+        (["bench", "--nodes", "1"], "at least 2"),
+        (["bench", "--rate", "fast"], "fast"),
+        (["bench", "--latency", "soon"], "soon"),
+        (["bench", "--steps", "3", "--seconds", "3"], "not allowed"),
+        (["demo", "--seconds", "0"], "above 0"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2_and_a_readable_line(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last_line.startswith(f"thinwire {arguments[0]}: error: ")
+    assert word in last_line
