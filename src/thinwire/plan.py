@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
+from thinwire.comm.rounds import Round
 from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
@@ -103,18 +104,20 @@ class Plan:
     def messages(self, names: Sequence[str]) -> list[MessageLayout]:
         """Cut the parameters `names`, in this order, into messages.
 
-        Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient.
+        Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient. An
+        all-reduce sums numbers of one dtype, so that dense ones are kept apart by it.
         """
         layouts: list[MessageLayout] = []
-        by_kind: dict[type[Aggregator], list[Partition]] = {}
+        by_kind: dict[tuple[type[Aggregator], torch.dtype | None], list[Partition]] = {}
         for name in names:
             for partition in self.by_name[name].partitions:
                 kind = type(partition.aggregator)
-                pending = by_kind.setdefault(kind, [])
+                key = (kind, partition.dtype if kind is Dense else None)
+                pending = by_kind.setdefault(key, [])
                 pending.append(partition)
                 if kind is not Dense and sum(p.spec.raw_nbytes for p in pending) >= self.options.message_nbytes:
-                    layouts.append(kind.lay_out(by_kind.pop(kind), self.world_size))
-        layouts += [kind.lay_out(pending, self.world_size) for kind, pending in by_kind.items() if pending]
+                    layouts.append(kind.lay_out(by_kind.pop(key), self.world_size))
+        layouts += [kind.lay_out(pending, self.world_size) for (kind, _), pending in by_kind.items()]
         return layouts
 
     def sent_nbytes(self, rank: int) -> int:
@@ -122,8 +125,17 @@ class Plan:
 
         DDP's buckets cut some messages shorter, which adds a header of a few bytes for each cut.
         """
+        return sum(r.sent_nbytes(rank) for r in self._rounds())
+
+    @property
+    def busiest_nbytes(self) -> int:
+        """The largest `sent_nbytes` of any rank."""
+        rounds = self._rounds()
+        return max(sum(r.sent_nbytes(rank) for r in rounds) for rank in range(self.world_size))
+
+    def _rounds(self) -> list[Round]:
         names = [param.info.name for param in reversed(self.params)]
-        return sum(r.sent_nbytes(rank) for layout in self.messages(names) for r in layout.rounds)
+        return [r for layout in self.messages(names) for r in layout.rounds]
 
     def residual_nbytes(self, rank: int) -> int:
         """Return the memory of the residuals that `rank` keeps: its own, and those of the partitions it owns.
@@ -149,7 +161,7 @@ class Plan:
     def compression_ratio(self) -> float:
         """Bytes that DDP's ring all-reduce would send over the bytes that the busiest rank sends; 1 with one rank."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.raw_nbytes
-        busiest = max(self.sent_nbytes(rank) for rank in range(self.world_size))
+        busiest = self.busiest_nbytes
         return ring / busiest if busiest else 1.0
 
     def lines(self) -> list[str]:
@@ -168,7 +180,10 @@ class Plan:
     def __str__(self) -> str:
         rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
         for param in self.params:
-            wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            if param.info.dtype in COMPRESSIBLE_DTYPES:
+                wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+            else:
+                wire = param.info.nbytes
             recipe = "dense" if param.reason else param.aggregator.recipe()
             shape = "x".join(map(str, param.info.shape)) or "scalar"
             num = str(len(param.partitions))
@@ -179,10 +194,9 @@ class Plan:
             "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
             for row in rows
         )
-        sent = max(self.sent_nbytes(rank) for rank in range(self.world_size))
         return (
-            f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {sent:,} sent per step by the "
-            f"busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
+            f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
+            f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
             f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
             "step with a GradScaler"
         )
@@ -246,13 +260,15 @@ def build_plan(
         raise PlanError("expected a model with parameters that require gradients, got none")
     resolve = _resolver(policy, infos, options)
     resolved = [resolve(info) for info in infos]
-    all_dense = all(isinstance(aggregator, Dense) for aggregator, _ in resolved)
+    settings = {a for info, (a, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES}
+    # One all-reduce sums a whole bucket, so that all in it must travel alike.
+    one_dense = len(settings) <= 1 and all(isinstance(aggregator, Dense) for aggregator in settings)
     params: list[PlannedParam] = []
     next_owner = 0
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, so
     # that the partitions of any bucket are spread evenly.
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
-        if isinstance(aggregator, Dense) and not all_dense and info.dtype in COMPRESSIBLE_DTYPES:
+        if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
         partitions, next_owner = _cut(info, aggregator, options, world_size, next_owner)
@@ -319,11 +335,12 @@ def _cut(
             aggregator=aggregator,
             key=key,
         )
-        try:
-            for compressor in (aggregator.up, aggregator.down):
-                compressor.layout(partition.spec)
-        except ValueError as error:
-            raise PlanError(f"{info.name}: {error}") from error
+        if info.dtype in COMPRESSIBLE_DTYPES:
+            try:
+                for compressor in (aggregator.up, aggregator.down):
+                    compressor.layout(partition.spec)
+            except ValueError as error:
+                raise PlanError(f"{info.name}: {error}") from error
         partitions.append(partition)
         next_owner = (next_owner + 1) % world_size
     return tuple(partitions), next_owner

@@ -95,7 +95,8 @@ def parse_recipe(text: str) -> Aggregator:
             _no_more(arguments[1:])
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
         if kind not in _KINDS:
-            raise RecipeError(f"expected one of {', '.join(recipe_names())}, got {kind!r}")
+            known = _KINDS if aggregator else recipe_names()
+            raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
         compressor = _KINDS[kind](arguments)
         feedback = default_feedback(compressor)
     except RecipeError as error:

@@ -15,6 +15,7 @@ from thinwire.errors import StateError
 from thinwire.plan import Plan
 
 FORMAT = 1
+_KEYS = ("rank", "world_size", "partition_numel", "step", "loss_scale", "learning_rates", "worker", "owner")
 
 
 class State:
@@ -40,11 +41,11 @@ class State:
         for param in plan.params:
             aggregator = param.aggregator
             if keeps_residual(aggregator.up, aggregator.feedback):
-                self.worker[param.info.name] = torch.zeros(param.info.numel)
+                self.worker[param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
             if keeps_residual(aggregator.down, aggregator.feedback):
                 for partition in param.partitions:
                     if partition.owner == rank:
-                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel)
+                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel, dtype=torch.float32)
 
     def residual(self, partition: Partition) -> Tensor | None:
         """Return the slice of this rank's residual that belongs to a partition, or None."""
@@ -71,7 +72,11 @@ class State:
         `worker` and `owner` map parameter names to float32 tensors of the parameter's shape; `owner` is zero wherever
         another rank owns. Both are in units of `loss_scale` times the gradient.
         """
-        owner = {name: torch.zeros(self._plan.by_name[name].info.numel) for name in {name for name, _ in self.owner}}
+        owner = {
+            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
+            for param in self._plan.params
+            if keeps_residual(param.aggregator.down, param.aggregator.feedback)
+        }
         for (name, offset), residual in self.owner.items():
             owner[name][offset : offset + residual.numel()] = residual
         return {
@@ -94,6 +99,8 @@ class State:
         """
         if state.get("format") != FORMAT:
             raise StateError(f"expected a thinwire state of format {FORMAT}, got {state.get('format')!r}")
+        if missing := [key for key in _KEYS if key not in state]:
+            raise StateError(f"expected all that state_dict() returned, got a state without {missing[0]!r}")
         for key, expected in (
             ("world_size", self._plan.world_size),
             ("partition_numel", self._plan.options.partition_numel),
@@ -120,7 +127,7 @@ class State:
         for name, flat in self.worker.items():
             _logical(flat, self._params[name]).copy_(state["worker"][name])
         for name in owned:
-            flat = torch.empty(self._plan.by_name[name].info.numel)
+            flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
             _logical(flat, self._params[name]).copy_(state["owner"][name])
             for (owned_name, offset), residual in self.owner.items():
                 if owned_name == name:
@@ -149,6 +156,13 @@ def reshard_state(
     Raises:
         StateError: a rank is missing or twice, or the states are not of one moment.
     """
+    for state in states:
+        if missing := [key for key in ("format", *_KEYS) if key not in state]:
+            raise StateError(f"expected all that state_dict() returned, got a state without {missing[0]!r}")
+    if not states or world_size < 1:
+        raise StateError(
+            f"expected states to make others of, and for at least one rank, got {len(states)}, {world_size}"
+        )
     states = sorted(states, key=lambda state: state["rank"])
     first = states[0]
     if [state["rank"] for state in states] != list(range(first["world_size"])):
@@ -158,6 +172,8 @@ def reshard_state(
         for key in ("format", "step", "loss_scale"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
+        if differing := sorted(set(state["worker"]) ^ set(first["worker"])):
+            raise StateError(f"rank {state['rank']} and rank 0 do not both have a residual for {differing[0]!r}")
     worker = {name: torch.stack([s["worker"][name] for s in states]).mean(dim=0) for name in first["worker"]}
     owner: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for state in states for name in state["owner"]):

@@ -79,9 +79,14 @@ class Layout:
         return data[part.offset : part.offset + part.nbytes].view(part.dtype).view(part.shape)
 
     def check(self, data: Tensor, what: str) -> None:
-        """Raise `WireError` unless `data` is a one-dimensional uint8 tensor of exactly this layout's size."""
+        """Raise `WireError` unless `data` is a 1-D uint8 tensor of exactly this size, without gaps and aligned."""
         if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != self.nbytes:
             raise WireError(
                 f"{what}: expected a 1-D uint8 tensor of {self.nbytes} bytes, got {data.dtype} of shape "
                 f"{tuple(data.shape)}; was it encoded with other settings or cut short?"
+            )
+        if not data.is_contiguous() or data.data_ptr() % ALIGNMENT:
+            raise WireError(
+                f"{what}: expected a contiguous uint8 tensor of {self.nbytes} bytes at a multiple of {ALIGNMENT}, got "
+                f"stride {data.stride(0)} at byte {data.data_ptr() % ALIGNMENT}; pass a clone"
             )

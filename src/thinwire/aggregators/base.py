@@ -286,7 +286,7 @@ class BufferPool:
         return buffer[:nbytes]
 
     def give(self, view: Tensor) -> None:
-        """Give back what `take` returned."""
-        buffer = view if view._base is None else view._base
+        """Give back what `take` returned, or any view of it."""
+        buffer = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())  # views of other dtypes name no base
         with self._lock:
             self._free[buffer.numel()].append(buffer)

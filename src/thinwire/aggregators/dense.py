@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.aggregators.base import Aggregator, Message, MessageLayout, Partition
+from thinwire.aggregators.base import MEAN, Aggregator, Message, MessageLayout, Partition
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import RecipeError
@@ -65,7 +65,7 @@ class Dense(Aggregator):
 
     @staticmethod
     def exchange(message: Message) -> Exchange:
-        """All-reduce `message.flat` in place. inf and nan reach every rank by themselves."""
+        """All-reduce `message.flat` in place. inf and nan reach every rank by themselves, and are noted there."""
         (reduce,) = message.layout.rounds
         assert isinstance(reduce, AllReduce)
         assert message.flat is not None
@@ -76,3 +76,6 @@ class Dense(Aggregator):
             narrow = message.flat.to(reduce.dtype)
             yield Transfer(reduce, narrow, narrow)
             message.flat.copy_(narrow)
+        # Equal on all ranks, since all hold the same sum. The extremes are nan where any value is: one pass, no memory.
+        if message.flat.numel() and not all(bool(x.isfinite()) for x in message.flat.aminmax()):
+            message.nonfinite = {(MEAN, message.layout.names[0])}

@@ -4,7 +4,7 @@ Gloo's own errors name an address and a port. Every rank that sees a failure rep
 waits a moment for the others to do the same; who does not report is gone.
 """
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateImportUsage=false
 
 import time
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ class Liveness:
     """Roll-call among the ranks of one group.
 
     Args:
+        store: where only this group meets.
         ranks: global ranks of the group.
         rank: this rank's place in the group.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int) -> None:
         self._ranks = list(ranks)
         self._rank = rank
-        store = dist.distributed_c10d._get_default_store()  # the public API has no way to the rendezvous store
-        self._store = dist.PrefixStore("thinwire/alive/" + "-".join(map(str, ranks)), store)
+        self._store = dist.PrefixStore("alive", store)
 
     def explain(self, error: BaseException) -> BaseException:
         """Return a `RankLostError` that names the missing ranks, caused by `error`."""

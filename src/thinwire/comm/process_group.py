@@ -6,9 +6,10 @@ strictly in the order messages were submitted; nothing is ever issued from a fut
 """
 
 # torch.distributed annotates few of its parameters.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import datetime
+import hashlib
 import threading
 import time
 from collections import deque
@@ -24,27 +25,27 @@ from thinwire.comm.local import check_round
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
 from thinwire.errors import AttachError
 
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
+
 
 def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
     """Do one round over a process group and return when the bytes are here."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = group.rank(), group.size()
     match transfer.round:
         case AllToAll(nbytes):
             if world_size == 1:
                 transfer.receive.copy_(transfer.send)
                 return
-            dist.all_to_all_single(
-                transfer.receive, transfer.send, [nbytes[rank]] * world_size, list(nbytes), group=group
-            )
+            group.alltoall_base(transfer.receive, transfer.send, [nbytes[rank]] * world_size, list(nbytes)).wait()
         case AllGather(nbytes):
             if world_size == 1:
                 transfer.receive.copy_(transfer.send)
                 return
             # Gloo gathers equal sizes only; an all-to-all of the same block to everyone takes any.
             copies = transfer.send.repeat(world_size)
-            dist.all_to_all_single(transfer.receive, copies, list(nbytes), [nbytes[rank]] * world_size, group=group)
+            group.alltoall_base(transfer.receive, copies, list(nbytes), [nbytes[rank]] * world_size).wait()
         case AllReduce():
-            dist.all_reduce(transfer.send, group=group)
+            group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
 
@@ -137,15 +138,13 @@ class OverlappedDriver:
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         ranks = dist.get_process_group_ranks(group)
-        self._liveness = Liveness(ranks, self.rank)
+        store = own_store(ranks, self.rank)
+        self._liveness = Liveness(store, ranks, self.rank)
         self._groups: list[dist.ProcessGroup] = []
         self._lanes: list[ThreadPoolExecutor] = []  # of one thread each, so first in, first out
         for position in range(num_lanes):
-            # torch names a locally synchronised group by its ranks, and the name of one that was left would come back
-            # with its stale addresses; named by a counter, a group needs every rank of the default one.
-            partial = len(ranks) < dist.get_world_size()
-            lane = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=partial)
-            assert isinstance(lane, dist.ProcessGroup)
+            lane_store = dist.PrefixStore(f"lane{position}", store)
+            lane = own_group(lane_store, self.rank, len(ranks), timeout or DEFAULT_TIMEOUT)
             self._groups.append(lane)
             self._lanes.append(ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-lane-{position}"))
 
@@ -177,8 +176,7 @@ class OverlappedDriver:
         for lane in self._lanes:
             lane.shutdown()
         self._pool.shutdown()
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        self._groups.clear()
 
     def _start_waiting(self) -> None:
         with self._lock:
@@ -257,16 +255,42 @@ def common_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def all_gather_text(text: str, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
+def own_store(ranks: Sequence[int], rank: int) -> dist.Store:
+    """Return a part of the rendezvous store that only this call, on these ranks, uses. Every rank must call.
+
+    Args:
+        ranks: global ranks of the group.
+        rank: this rank's place in it.
+    """
+    name = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    store = dist.distributed_c10d._get_default_store()  # the public API has no way to the rendezvous store
+    count = store.add(f"thinwire/{name}/count/{rank}", 1)  # equal on all ranks, as every use is collective
+    return dist.PrefixStore(f"thinwire/{name}/{count}", store)
+
+
+def own_group(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Make a gloo group that torch.distributed's own registry does not know.
+
+    The names that `torch.distributed.new_group` gives to groups of some ranks repeat once a group is destroyed, so that
+    a second attach would meet the addresses of the first; and they differ between ranks that belong to different
+    numbers of groups, which would never meet.
+    """
+    backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
     """Return every rank's text, by rank. UTF-8 bytes travel, never a pickle."""
-    world_size = dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(text.encode())], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size, group=group)
+    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    size = torch.tensor([len(text.encode())], dtype=torch.int64)
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    group.allgather([sizes], [size]).wait()
     longest = max(1, *(int(s) for s in sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
-    texts = [torch.zeros_like(padded) for _ in range(world_size)]
-    dist.all_gather(texts, padded, group=group)
-    return [bytes(t[: int(s)].cpu().numpy()).decode() for t, s in zip(texts, sizes, strict=True)]
+    texts = [torch.zeros_like(padded) for _ in range(group.size())]
+    group.allgather([texts], [padded]).wait()
+    return [bytes(t[: int(s)].numpy()).decode() for t, s in zip(texts, sizes, strict=True)]

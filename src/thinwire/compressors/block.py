@@ -8,7 +8,7 @@ import torch
 
 from thinwire import kernels
 from thinwire.compressors.base import Compressor
-from thinwire.compressors.contract import Contract, Contractive, Unbiased
+from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
 from thinwire.errors import RecipeError
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.spec import BlockSpec
@@ -82,8 +82,11 @@ class BlockQuant(Compressor):
 
     def contract(self, spec: BlockSpec) -> Contract:
         """See the class."""
-        b, four_l2 = min(self.block, max(spec.numel, 1)), 4 * self.levels**2
-        return Unbiased(b / four_l2) if self.stochastic else Contractive(1 / (1 + (b - 1) / four_l2))
+        # Not below 2: a value alone still errs by its scale's rounding, and delta = 1 would mean exact.
+        b, four_l2 = min(self.block, max(spec.numel, 2)), 4 * self.levels**2
+        if self.stochastic:
+            return Unbiased(b / four_l2)
+        return Contractive(1 / (1 + (b - 1) / four_l2), smallest=SMALLEST_NORMAL)
 
     def recipe(self) -> str:
         """`int8` or `int4`, with what differs from the defaults."""

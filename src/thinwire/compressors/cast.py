@@ -7,7 +7,7 @@ import torch
 
 from thinwire import kernels
 from thinwire.compressors.base import Compressor
-from thinwire.compressors.contract import Contract, Contractive
+from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive
 from thinwire.errors import RecipeError
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.spec import COMPRESSIBLE_DTYPES, BlockSpec
@@ -98,7 +98,7 @@ class Cast(Compressor):
         """bfloat16 shares float32's exponents; float16 has a range of its own."""
         if self.dtype == torch.float16:
             return Contractive(1 - 2.0**-22, smallest=2.0**-14, largest=65504.0)
-        return Contractive(1 - 2.0**-16, smallest=2.0**-126, largest=3.38e38)
+        return Contractive(1 - 2.0**-16, smallest=SMALLEST_NORMAL, largest=3.38e38)
 
     def recipe(self) -> str:
         """`fp16` or `bf16`."""

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 
+SMALLEST_NORMAL = 2.0**-126  # below it float32 has too few bits for a scale to be accurate
+
 
 @dataclass(frozen=True, slots=True)
 class Unbiased:
-    """E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2."""
+    """E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2, for blocks without denormal values."""
 
     omega: float
 
@@ -15,7 +17,8 @@ class Unbiased:
 class Contractive:
     """E ||C(x) - x||^2 <= (1 - delta) ||x||^2 with 0 < delta <= 1; delta = 1 is exact.
 
-    Holds for blocks whose non-zero |x_i| all lie in [smallest, largest]; float16 has a range, float32 is never left.
+    Holds for blocks whose non-zero |x_i| all lie in [smallest, largest]: float16 has a range, and scales of denormal
+    values are coarse.
     """
 
     delta: float

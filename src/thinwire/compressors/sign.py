@@ -8,7 +8,7 @@ import torch
 
 from thinwire import kernels
 from thinwire.compressors.base import Compressor
-from thinwire.compressors.contract import Contract, Contractive, NoContract
+from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, NoContract
 from thinwire.errors import RecipeError
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.spec import BlockSpec
@@ -60,7 +60,7 @@ class OneBit(Compressor):
         """See the class."""
         if self.scale == "rms":
             return NoContract("the RMS scale overshoots sparse x")
-        return Contractive(1 / max(spec.numel, 1))
+        return Contractive(1 / max(spec.numel, 1), smallest=SMALLEST_NORMAL)
 
     def recipe(self) -> str:
         """`onebit` or `onebit:rms`."""

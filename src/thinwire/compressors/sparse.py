@@ -77,7 +77,9 @@ class TopK(Compressor):
 
     def recipe(self) -> str:
         """`topk:DENSITY`, with `fp32` when values are float32."""
-        return f"topk:{self.density:g}" + (":fp32" if self.value_dtype == torch.float32 else "")
+        return f"topk:{repr(float(self.density)).removesuffix('.0')}" + (
+            ":fp32" if self.value_dtype == torch.float32 else ""
+        )
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """Select by magnitude; the residual is q with the sent part taken out."""

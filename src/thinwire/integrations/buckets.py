@@ -31,11 +31,12 @@ class BucketPlan:
 
 def plan_bucket(plan: Plan, names: Sequence[str], buffer: Tensor) -> BucketPlan:
     """Find where every partition lies: parameters follow one another in the bucket, in the order of `names`."""
-    dense = _whole(plan, names[0], buffer, Dense())
+    whole = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    dense = _whole(plan, whole, buffer, Dense())
     layouts = plan.messages(names)
     settings = layouts[0].partitions[0].aggregator
     if isinstance(settings, Dense):
-        return BucketPlan(dense, (_whole(plan, names[0], buffer, settings),), ((0,),))
+        return BucketPlan(dense, (_whole(plan, whole, buffer, settings),), ((0,),))
     first: dict[str, int] = {}
     start = 0
     for name in names:

@@ -20,8 +20,8 @@ def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) 
     generator = torch.Generator().manual_seed(0)
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
     best = float("inf")
-    values = {p: torch.randn(p.numel, generator=generator) * 1e-3 for p in partitions}
-    residuals = {p: torch.zeros(p.numel) for p in partitions if p.aggregator.feedback is not None}
+    values = {p: torch.randn(p.numel, generator=generator, dtype=torch.float32) * 1e-3 for p in partitions}
+    residuals = {p: torch.zeros(p.numel, dtype=torch.float32) for p in partitions if p.aggregator.feedback is not None}
     for _ in range(repeats if partitions else 0):
         total = 0.0
         for partition in partitions:
@@ -37,7 +37,7 @@ def _codec_once(
     one_round = len(type(aggregator).schedule([partition], plan.world_size)) == 1
     up = torch.empty(aggregator.up.nbytes(spec), dtype=torch.uint8)
     down = torch.empty(aggregator.down.nbytes(spec), dtype=torch.uint8)
-    mean = torch.empty(partition.numel)
+    mean = torch.empty(partition.numel, dtype=torch.float32)
     key = Key(partition.key, 0, rank, partition.offset)
     if not one_round and partition.owner != rank:
         aggregator.down.encode_jobs([EncodeJob(value, down, None, 1.0, key)], [spec])  # bytes to decode; not timed

@@ -44,6 +44,8 @@ def make_link(
     """
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     group = common_group(group)
+    if scaler is not None and not getattr(scaler, "is_enabled", lambda: True)():
+        scaler = None  # a GradScaler(enabled=False) skips nothing
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     driver = OverlappedDriver(group, workers=workers or max(1, min(4, torch.get_num_threads())), timeout=timeout)
 

@@ -333,7 +333,12 @@ class _Finish:
     message: Message
 
     def __call__(self, done: "Future[Outcome]") -> None:
-        self.link._finished(self.step, self.waiter, self.message, done)
+        try:
+            self.link._finished(self.step, self.waiter, self.message, done)
+        except BaseException as error:  # a future swallows what its callbacks raise, and backward would wait for ever
+            self.link.error = self.link.error or error
+            if not self.waiter.future.done():
+                self.waiter.future.set_result(error)
 
 
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:

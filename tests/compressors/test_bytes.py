@@ -1,0 +1,227 @@
+"""The bytes of every kind, worked out by hand."""
+
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import BlockQuant, BlockSpec, Cast, Identity, OneBit, TopK
+from thinwire.errors import WireError
+from thinwire.random import Key, uniform
+
+
+def raw(data: Tensor) -> bytes:
+    return data.numpy().tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+# --- casts ----------------------------------------------------------------------------------------------------------
+
+
+def test_identity_sends_the_values() -> None:
+    assert raw(Identity().encode(torch.tensor([1.0, -2.5, -0.0]))) == floats(1.0, -2.5, -0.0)
+    assert raw(Identity().encode(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float16))) == bytes.fromhex(
+        "003c00c000380000"
+    )
+    assert raw(Identity().encode(torch.tensor([1.0], dtype=torch.bfloat16))) == bytes.fromhex("803f0000")
+
+
+def test_cast_rounds_to_nearest_even() -> None:
+    # Between 2048 and 4096 float16 has steps of 2; ties go to the even fraction.
+    x = torch.tensor([2049.0, 2051.0, 2050.9, -2049.0, 65504.0, 2.0**-25, 2.0**-25 * 1.001])
+    assert Cast().decode(Cast().encode(x), BlockSpec(shape=(7,))).tolist() == [
+        2048.0, 2052.0, 2050.0, -2048.0, 65504.0, 0.0, 2.0**-24,
+    ]  # fmt: skip
+    # bfloat16 has steps of 2 between 256 and 512.
+    bf16 = Cast(dtype=torch.bfloat16)
+    x = torch.tensor([257.0, 259.0, 257.5, -257.0])
+    assert bf16.decode(bf16.encode(x), BlockSpec(shape=(4,))).tolist() == [256.0, 260.0, 258.0, -256.0]
+    assert raw(bf16.encode(torch.tensor([1.0, -1.0]))) == bytes.fromhex("803f80bf")
+
+
+def test_float16_overflows_where_rounding_reaches_infinity() -> None:
+    assert Cast().decode(Cast().encode(torch.tensor([65519.0])), BlockSpec(shape=(1,))).item() == 65504.0
+    with pytest.raises(ValueError, match="overflow"):
+        Cast().encode(torch.tensor([65520.0]))
+
+
+# --- one bit --------------------------------------------------------------------------------------------------------
+
+
+def test_one_bit_sets_bits_of_negatives_from_the_least_significant() -> None:
+    x = torch.tensor([-1.0, 2.0, 3.0, -4.0, 0.0, -0.0, 1.0, -1.0, -6.0, 0.0])
+    assert raw(OneBit().encode(x)) == floats(1.8) + bytes([0b10001001, 0b00000001, 0, 0])
+    assert OneBit().decode(OneBit().encode(x), BlockSpec(shape=(10,))).sign().tolist() == [
+        -1, 1, 1, -1, 1, 1, 1, -1, -1, 1,
+    ]  # fmt: skip
+
+
+def test_one_bit_scales() -> None:
+    x = torch.tensor([3.0, -4.0, 0.0, 0.0])
+    assert raw(OneBit().encode(x))[:4] == floats(7 / 4)
+    assert raw(OneBit(scale="rms").encode(x))[:4] == floats(2.5)
+
+
+def test_one_bit_scale_is_over_the_true_length() -> None:
+    for n in (1, 5, 9, 63, 65, 1023, 1025):
+        assert raw(OneBit().encode(torch.full((n,), -0.75)))[:4] == floats(0.75)
+        assert raw(OneBit(scale="rms").encode(torch.full((n,), -0.75)))[:4] == floats(0.75)
+
+
+def test_one_bit_sums_in_float64() -> None:
+    x = torch.tensor([2.0**24] + [1.0] * 4095)  # float32 would lose every 1
+    assert raw(OneBit().encode(x))[:4] == floats((2.0**24 + 4095) / 4096)
+
+
+# --- top-k ----------------------------------------------------------------------------------------------------------
+
+
+def test_top_k_sends_values_then_indices_in_order_of_index() -> None:
+    x = torch.tensor([0.5, -3.0, 1.0, 2.0, 0.0, 9.0])
+    fp32 = TopK(density=0.5, value_dtype=torch.float32)
+    assert raw(fp32.encode(x)) == floats(-3.0, 2.0, 9.0) + struct.pack("<3H", 1, 3, 5) + b"\0\0"
+    fp16 = TopK(density=0.5)
+    assert raw(fp16.encode(x)) == struct.pack("<3e3H", -3.0, 2.0, 9.0, 1, 3, 5)
+
+
+def test_top_k_breaks_ties_to_the_lowest_index() -> None:
+    q = TopK(density=0.4, value_dtype=torch.float32)
+    x = torch.tensor([1.0, -2.0, 2.0, -2.0, 2.0])
+    assert raw(q.encode(x)) == floats(-2.0, 2.0) + struct.pack("<2H", 1, 2)
+    assert raw(q.encode(torch.zeros(5))) == floats(0.0, 0.0) + struct.pack("<2H", 0, 1)
+
+
+def test_top_k_indices_are_unsigned() -> None:
+    x = torch.zeros(65536)
+    x[65535] = 1.0
+    x[40000] = -1.0
+    q = TopK(density=2 / 65536)
+    assert raw(q.encode(x)) == struct.pack("<2e2H", -1.0, 1.0, 40000, 65535)
+    assert torch.equal(q.decode(q.encode(x), BlockSpec(shape=(65536,))), x)
+
+
+@pytest.mark.parametrize(
+    ("density", "n", "k"), [(0.01, 1, 1), (0.01, 99, 1), (0.01, 199, 1), (0.01, 200, 2), (1.0, 7, 7), (0.5, 0, 0)]
+)
+def test_top_k_keeps_at_least_one(density: float, n: int, k: int) -> None:
+    assert TopK(density=density).k(n) == k
+
+
+def test_top_k_residual_is_what_was_not_sent_and_the_rounding_of_what_was() -> None:
+    x, residual = torch.tensor([1.0, 2049.0, -3.0]), torch.zeros(3)
+    TopK(density=0.5).encode(x, residual=residual)
+    assert residual.tolist() == [1.0, 1.0, -3.0]
+
+
+@pytest.mark.parametrize("indices", [(5, 6), (3, 1), (2, 2), (0, 65535)], ids=str)
+def test_top_k_refuses_indices_out_of_range_or_order(indices: tuple[int, int]) -> None:
+    spec = BlockSpec(shape=(6,))
+    data = torch.frombuffer(bytearray(struct.pack("<2e2H", 1.0, 2.0, *indices)), dtype=torch.uint8)
+    out = torch.full((6,), 7.0)
+    with pytest.raises(WireError, match="ascending indices below 6"):
+        TopK(density=0.4).decode(data, spec, out=out)
+    with pytest.raises(WireError, match="ascending indices below 6"):
+        TopK(density=0.4).accumulate_(out, data, spec)
+    assert (out == 7).all()
+
+
+# --- block quantisation ---------------------------------------------------------------------------------------------
+
+
+def test_int8_scales_come_first_then_codes() -> None:
+    x = torch.zeros(35)
+    x[:3] = torch.tensor([127.0, -1.0, 2.4])
+    x[32:] = torch.tensor([-254.0, 2.0, 100.0])
+    codes = [127, -1, 2] + [0] * 29 + [-127, 1, 50]
+    assert raw(BlockQuant(bits=8, block=32).encode(x)) == floats(1.0, 2.0) + struct.pack("35b", *codes) + b"\0"
+
+
+def test_int4_nibbles_are_planar_within_each_block() -> None:
+    # Two blocks, of 32 and of 5 values. Byte j: code j in the low half, code j + ceil(m/2) in the high half.
+    first = [
+        7,
+        -7,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        0,
+        -1,
+        -2,
+        -3,
+        -4,
+        -5,
+        -6,
+        7,
+        1,
+        1,
+        1,
+        1,
+        -1,
+        -1,
+        -1,
+        -1,
+        2,
+        2,
+        2,
+        2,
+        -2,
+        -2,
+        -2,
+        -2,
+    ]
+    second = [7, -3, 0, 5, -7]
+    x = torch.cat([torch.tensor(first, dtype=torch.float32), torch.tensor(second, dtype=torch.float32) * 0.5])
+    packed = [(first[j] & 15) | ((first[j + 16] & 15) << 4) for j in range(16)]
+    packed += [0x7 | (5 << 4), (-3 & 15) | ((-7 & 15) << 4), 0x0]
+    quant = BlockQuant(bits=4, block=32)
+    assert raw(quant.encode(x)) == floats(1.0, 0.5) + bytes(packed) + b"\0"
+    assert torch.equal(quant.decode(quant.encode(x), BlockSpec(shape=(37,))), x)
+
+
+def test_block_quant_rounds_to_nearest_even() -> None:
+    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5])
+    decoded = BlockQuant().decode(BlockQuant().encode(x), BlockSpec(shape=(8,)))
+    assert decoded.tolist() == [127, 0, 2, 2, 0, -2, 126, -126]
+
+
+def test_stochastic_rounding_is_floor_of_value_plus_uniform() -> None:
+    quant, key = BlockQuant(bits=8, rounding="stochastic"), Key(77, step=5, stream=2, offset=300)
+    x = torch.linspace(-127, 127, 512)
+    expected = torch.floor(x + uniform(key, 512)).clamp(-127, 127)
+    assert torch.equal(quant.decode(quant.encode(x, key), BlockSpec(shape=(512,))), expected)
+    assert not torch.equal(expected, x.round())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("peak", [0.1, 1.0, 3.0, 1e-38, 1e-44, 3e38, torch.finfo(torch.float32).max])
+def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
+    quant = BlockQuant(bits=bits)  # type: ignore[arg-type]
+    x = torch.tensor([peak, -peak, 0.0])
+    decoded = quant.decode(quant.encode(x), BlockSpec(shape=(3,)))
+    assert decoded.isfinite().all()
+    torch.testing.assert_close(decoded, x, rtol=2.0**-22, atol=2.0**-149 * quant.levels)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "numel", "nbytes"),
+    [
+        (Identity(), 1000, 4000),
+        (Cast(), 1001, 2004),
+        (BlockQuant(bits=8), 65536, 128 * 4 + 65536),
+        (BlockQuant(bits=4), 65536, 128 * 4 + 32768),
+        (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
+        (OneBit(), 65536, 4 + 8192),
+        (TopK(density=0.01), 65536, 655 * 4),
+        (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
+    ],
+    ids=lambda value: value.recipe() if hasattr(value, "recipe") else str(value),
+)
+def test_sizes(compressor, numel: int, nbytes: int) -> None:
+    assert compressor.nbytes(BlockSpec(shape=(numel,))) == nbytes

@@ -1,0 +1,574 @@
+"""Every compressor keeps the same promises. A new one is one line in `TABLE`."""
+
+import dataclasses
+import math
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire import BlockQuant, BlockSpec, Cast, Compressor, Identity, OneBit, TopK
+from thinwire.compressors import Contractive, Unbiased
+from thinwire.errors import RecipeError, WireError
+from thinwire.random import Key, parameter_key
+
+TABLE: list[Compressor] = [
+    Identity(),
+    Cast(dtype=torch.float16),
+    Cast(dtype=torch.bfloat16),
+    BlockQuant(bits=8),
+    BlockQuant(bits=8, block=64),
+    BlockQuant(bits=8, rounding="stochastic"),
+    BlockQuant(bits=8, block=64, rounding="stochastic"),
+    BlockQuant(bits=4),
+    BlockQuant(bits=4, block=34),
+    BlockQuant(bits=4, rounding="stochastic"),
+    BlockQuant(bits=4, block=64, rounding="stochastic"),
+    OneBit(),
+    OneBit(scale="rms"),
+    TopK(density=0.01),
+    TopK(density=0.1),
+    TopK(density=1.0),
+    TopK(density=0.01, value_dtype=torch.float32),
+    TopK(density=0.1, value_dtype=torch.float32),
+    TopK(density=1.0, value_dtype=torch.float32),
+]
+
+KEY = Key(parameter_key(0, "layer.weight"), step=3, stream=1)
+SHAPES = [(), (0,), (0, 3), (1,), (2,), (7,), (3, 5), (64,), (512,), (513,), (999,), (2, 3, 171)]
+
+
+def name(compressor: Compressor) -> str:
+    return compressor.recipe()
+
+
+all_compressors = pytest.mark.parametrize("compressor", TABLE, ids=name)
+stochastic_ones = pytest.mark.parametrize("compressor", [c for c in TABLE if c.stochastic], ids=name)
+
+
+def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def spec_of(x: Tensor) -> BlockSpec:
+    return BlockSpec(shape=tuple(x.shape), dtype=x.dtype)
+
+
+def round_trip(compressor: Compressor, x: Tensor, key: Key = KEY) -> Tensor:
+    return compressor.decode(compressor.encode(x, key), spec_of(x))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Unlike `torch.equal`, tells -0 from 0 and knows nan."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@all_compressors
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_layout_is_what_encode_writes(compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = normal(*shape).to(dtype)
+    spec = BlockSpec(shape=shape, dtype=dtype)
+    layout = compressor.layout(spec)
+    data = compressor.encode(x, KEY)
+
+    assert data.dtype == torch.uint8
+    assert data.shape == (layout.nbytes,) == (compressor.nbytes(spec),)
+    end = 0
+    for part in layout.parts:
+        assert part.offset == end, "parts follow one another"
+        assert part.offset % part.dtype.itemsize == 0
+        end += part.nbytes
+    assert layout.nbytes % 4 == 0
+    assert 0 <= layout.nbytes - end < 4
+    assert not data[end:].any(), "padding is zero"
+
+    decoded = compressor.decode(data, spec)
+    assert decoded.shape == shape
+    assert decoded.dtype == torch.float32
+
+
+@all_compressors
+def test_encode_writes_only_into_out(compressor: Compressor) -> None:
+    x = normal(333)
+    nbytes = compressor.nbytes(spec_of(x))
+    fresh = compressor.encode(x, KEY)
+    for fill in (0x00, 0xFF, 0x5A):
+        buffer = torch.full((nbytes + 64,), fill, dtype=torch.uint8)
+        out = buffer[32 : 32 + nbytes]
+        returned = compressor.encode(x, KEY, out=out)
+        assert returned.data_ptr() == out.data_ptr()
+        assert torch.equal(out, fresh), "every byte is written, whatever lay there before"
+        assert (buffer[:32] == fill).all()
+        assert (buffer[32 + nbytes :] == fill).all()
+
+
+@all_compressors
+def test_neighbours_of_a_slice_are_neither_read_nor_written(compressor: Compressor) -> None:
+    whole, residuals = torch.full((700,), float("inf")), torch.full((700,), float("nan"))
+    x, residual = normal(333), normal(333, seed=1)
+    whole[100:433], residuals[100:433] = x, residual
+    before = whole.clone()
+    data = compressor.encode(whole[100:433], KEY, residual=residuals[100:433])
+    assert torch.equal(data, compressor.encode(x, KEY, residual=residual))
+    assert same_bits(residuals[100:433], residual)
+    assert residuals[:100].isnan().all()
+    assert residuals[433:].isnan().all()
+    assert same_bits(whole, before), "the input is only read"
+
+
+# --- what is not sent stays in the residual -------------------------------------------------------------------------
+
+
+@all_compressors
+@pytest.mark.parametrize("residual_scale", [1.0, 0.5, 3.7])
+def test_delivered_plus_residual_is_q(compressor: Compressor, residual_scale: float) -> None:
+    x, residual = normal(1031), normal(1031, seed=1, std=0.3)
+    q = x + residual * residual_scale
+    assert torch.equal(
+        compressor.encode(x, KEY, residual=residual, residual_scale=residual_scale), compressor.encode(q, KEY)
+    )
+    assert same_bits(residual, q - round_trip(compressor, q))
+
+
+@all_compressors
+def test_nothing_is_lost_over_many_steps(compressor: Compressor) -> None:
+    num_steps, numel = 60, 777
+    residual = torch.zeros(numel)
+    total, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    largest = 0.0
+    for step in range(num_steps):
+        x = normal(numel, seed=step, std=1.0 + step % 3)
+        data = compressor.encode(x, dataclasses.replace(KEY, step=step), residual=residual)
+        total += x
+        delivered += compressor.decode(data, spec_of(x))
+        largest = max(largest, float(residual.abs().max()) + float(x.abs().max()))
+    # Each step rounds q and the residual once.
+    torch.testing.assert_close(delivered + residual, total, rtol=0, atol=2 * num_steps * largest * 2.0**-24)
+
+
+@all_compressors
+@given(data=st.data())
+@settings(max_examples=40)
+def test_any_float32_is_sent_or_refused(compressor: Compressor, data: st.DataObject) -> None:
+    """Denormal, huge, -0 and mixed values: what is accepted conserves q exactly, what is refused changes nothing."""
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    near = st.floats(-100, 100, width=32)
+    values = data.draw(st.lists(floats, max_size=150) | st.lists(near, max_size=150))
+    x = torch.tensor(values, dtype=torch.float32)
+    residual = torch.tensor(
+        data.draw(
+            st.lists(st.sampled_from([0.0, -0.0, 1e-45, -3.5, 1e30]), min_size=len(values), max_size=len(values))
+        ),
+        dtype=torch.float32,
+    )
+    before, q = residual.clone(), x + residual
+    try:
+        encoded = compressor.encode(x, KEY, residual=residual)
+    except ValueError:
+        assert same_bits(residual, before)
+        fits = q.abs() <= 65504
+        assert not q.isfinite().all() or not fits.all(), "refused though it fits any wire dtype"
+        return
+    assert q.isfinite().all()
+    decoded = compressor.decode(encoded, spec_of(x))
+    assert decoded.isfinite().all()
+    assert torch.equal(residual, q - decoded)
+    if len(values):
+        slack = 2.0 if isinstance(compressor, OneBit) or compressor.stochastic else 1.0
+        peak = q.abs().max()
+        assert decoded.abs().max() <= peak * slack * (1 + 2.0**-7) + 1e-44, "nothing is blown up"
+
+
+@all_compressors
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+    offset=st.integers(0, 2**40),
+)
+@settings(max_examples=25)
+def test_any_shape(compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype, seed: int, offset: int) -> None:
+    x = normal(*shape, seed=seed).to(dtype)
+    key = dataclasses.replace(KEY, offset=offset)
+    residual = torch.zeros(shape)
+    data = compressor.encode(x, key, residual=residual)
+    decoded = compressor.decode(data, BlockSpec(shape=shape, dtype=dtype))
+    assert data.numel() == compressor.nbytes(BlockSpec(shape=shape, dtype=dtype))
+    assert decoded.shape == shape
+    assert torch.equal(residual, x.float() - decoded)
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+def hard_blocks(n: int, smallest: float, largest: float) -> dict[str, Tensor]:
+    """Blocks of n values with non-zero magnitudes in [smallest, largest], each hard for some kind."""
+    smallest, largest = max(smallest, 2.0**-149), min(largest, 3.4e38)
+    middle = math.sqrt(max(smallest, 1e-30) * min(largest, 1e30))
+    sign = torch.where(normal(n, seed=9) < 0, -1.0, 1.0)
+    one = torch.zeros(n)
+    one[n // 2] = -middle
+    half_steps = {}
+    for levels in (7, 127):  # every value halfway between two levels: the largest error rounding to nearest can make
+        block = torch.full((n,), middle * 0.5 / levels)
+        block[0] = middle
+        half_steps[f"half a step of {levels}"] = (block * sign).clamp(-largest, largest)
+    spread = middle * 10 ** normal(n, seed=3)
+    ends = torch.where(normal(n, seed=4) < 0, smallest, largest)
+    low = smallest * torch.randint(1, 300, (n,), generator=torch.Generator().manual_seed(5))
+    return {
+        "normal": normal(n) * middle,
+        "log-uniform": spread * sign,
+        "equal": torch.full((n,), middle) * sign,
+        "one value": one,
+        "zeros": torch.zeros(n),
+        "smallest and largest": ends * sign,
+        "near the smallest": low * sign,
+        "all largest": torch.full((n,), largest) * sign,
+        **half_steps,
+    }
+
+
+@all_compressors
+@pytest.mark.parametrize("n", [1, 2, 33, 64, 513, 2000])
+def test_contractive(compressor: Compressor, n: int) -> None:
+    contract = compressor.contract(BlockSpec(shape=(n,)))
+    if not isinstance(contract, Contractive):
+        assert compressor.stochastic or compressor == OneBit(scale="rms")
+        return
+    assert 0 < contract.delta <= 1
+    for what, block in hard_blocks(n, contract.smallest, contract.largest).items():
+        size = block.abs()
+        block = torch.where((size > 0) & (size < contract.smallest), torch.zeros(()), block)
+        x = block.clamp(-contract.largest, contract.largest)
+        error = (round_trip(compressor, x).double() - x.double()).square().sum()
+        norm = x.double().square().sum()
+        # Scales and codes are float32: their rounding, relative to the norm.
+        assert error <= (1 - contract.delta) * norm + norm * 2.0**-40 + (1 - contract.delta) * norm * 2.0**-14, what
+
+
+@pytest.mark.parametrize(
+    ("compressor", "block"),
+    [
+        (TopK(density=0.1, value_dtype=torch.float32), torch.full((50,), 3.0)),
+        (OneBit(), torch.tensor([0.0, 0.0, 5.0, 0.0])),
+        (BlockQuant(bits=8), torch.tensor([127.0] + [0.5] * 511)),
+        (BlockQuant(bits=4), torch.tensor([7.0] + [0.5] * 511)),
+    ],
+    ids=["topk", "onebit", "int8", "int4"],
+)
+def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Tensor) -> None:
+    contract = compressor.contract(spec_of(block))
+    assert isinstance(contract, Contractive)
+    error = (round_trip(compressor, block) - block).double().square().sum() / block.double().square().sum()
+    assert float(error) == pytest.approx(1 - contract.delta, rel=1e-5)
+
+
+@stochastic_ones
+def test_unbiased(compressor: BlockQuant) -> None:
+    """The mean of 10,000 draws is x within 4 standard errors, and the variance is the one that is claimed."""
+    num_draws, block, peak = 10_000, compressor.block, 0.3
+    step = peak / compressor.levels
+    # On levels, just beside them, halfway, at the ends, and anywhere.
+    around = torch.tensor([0.0, 1.0, -1.0, compressor.levels - 1.0, -float(compressor.levels)])
+    special = torch.cat([around, around + 1e-3, around - 1e-3, around + 0.5, around - 0.5, around * 0.37])
+    x = (torch.rand(block, generator=torch.Generator().manual_seed(1)) * 2 - 1) * peak
+    x[: special.numel()] = (special * step).clamp(-peak, peak)
+    x[31] = peak
+    draws = round_trip(compressor, x.repeat(num_draws)).view(num_draws, block).double()
+
+    exact = x.double()
+    fraction = (exact / step) - (exact / step).floor()
+    sigma = step * (fraction * (1 - fraction)).sqrt()
+    resolution = step * 2.0**-16 + exact.abs() * 2.0**-22  # uniforms have 16 bits; the scale has 24
+    bias = (draws.mean(dim=0) - exact).abs()
+    assert (bias <= 4 * sigma / math.sqrt(num_draws) + resolution).all()
+
+    contract = compressor.contract(BlockSpec(shape=(block,)))
+    assert isinstance(contract, Unbiased)
+    assert contract.omega == block / (4 * compressor.levels**2)
+    variance = (draws - exact).square().sum(dim=1).mean()
+    assert variance <= contract.omega * exact.square().sum()
+    torch.testing.assert_close(variance, sigma.square().sum(), rtol=0.05, atol=0)
+    assert len(draws[:, 40].unique()) == 2, "rounds up and down, to neighbouring levels"
+
+
+@stochastic_ones
+def test_half_steps_reach_the_claimed_variance(compressor: BlockQuant) -> None:
+    """With every value halfway between levels the variance is within 1 % of B/4 steps: omega is not loose."""
+    x = torch.full((compressor.block,), 0.5)
+    x[0] = compressor.levels
+    draws = round_trip(compressor, x.repeat(2000)).view(2000, -1)
+    variance = float((draws - x).square().sum(dim=1).mean())
+    assert variance == pytest.approx((compressor.block - 1) / 4, rel=0.01)
+
+
+# --- randomness -----------------------------------------------------------------------------------------------------
+
+
+@stochastic_ones
+@pytest.mark.parametrize("cuts", [1, 2, 5])
+def test_stochastic_rounding_does_not_depend_on_cuts(compressor: BlockQuant, cuts: int) -> None:
+    """An element's uniform is picked by its place in the parameter, wherever the partition begins."""
+    step = cuts * compressor.block
+    x = normal(11 * compressor.block + 17)
+    whole = round_trip(compressor, x, dataclasses.replace(KEY, offset=1000))
+    pieces = [
+        round_trip(compressor, piece, dataclasses.replace(KEY, offset=1000 + i * step))
+        for i, piece in enumerate(x.split(step))
+    ]
+    assert same_bits(torch.cat(pieces), whole)
+
+
+@stochastic_ones
+@pytest.mark.parametrize(
+    "other", [Key(KEY.key + 1, 3, 1), Key(KEY.key, 4, 1), Key(KEY.key, 3, 2), Key(KEY.key, 3, 1, 1)], ids=str
+)
+def test_every_part_of_the_key_matters(compressor: Compressor, other: Key) -> None:
+    x = normal(2000)
+    assert not torch.equal(compressor.encode(x, KEY), compressor.encode(x, other))
+
+
+@stochastic_ones
+def test_stochastic_kinds_ask_for_a_key(compressor: Compressor) -> None:
+    with pytest.raises(RecipeError, match="key=Key"):
+        compressor.encode(normal(3))
+
+
+@all_compressors
+def test_same_bytes_on_repeated_calls_and_generators_untouched(compressor: Compressor) -> None:
+    x = normal(2000)
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[union-attr]
+    first, second = compressor.encode(x, KEY), compressor.encode(x.clone(), KEY)
+    compressor.decode(first, spec_of(x))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tobytes() == before[2]  # type: ignore[union-attr]
+
+
+@all_compressors
+def test_other_kinds_need_no_key(compressor: Compressor) -> None:
+    if not compressor.stochastic:
+        x = normal(100)
+        assert torch.equal(compressor.encode(x), compressor.encode(x, KEY))
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+@all_compressors
+def test_strides_do_not_matter(compressor: Compressor) -> None:
+    x = normal(24, 31)
+    for view in (
+        x.t(),
+        x[::2],
+        x[:, 1::3],
+        x.view(2, 12, 31).permute(2, 0, 1),
+        x.view(1, 4, 6, 31).to(memory_format=torch.channels_last),
+    ):
+        assert torch.equal(compressor.encode(view, KEY), compressor.encode(view.contiguous(), KEY))
+        assert compressor.decode(compressor.encode(view, KEY), spec_of(view)).shape == view.shape
+
+
+@all_compressors
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_inputs_are_widened_first(compressor: Compressor, dtype: torch.dtype) -> None:
+    x = normal(700).to(dtype)
+    narrow = round_trip(compressor, x)
+    assert narrow.dtype == torch.float32
+    assert same_bits(narrow, round_trip(compressor, x.float()))
+
+
+@all_compressors
+def test_parameters_can_be_encoded(compressor: Compressor) -> None:
+    x = torch.nn.Parameter(normal(40))
+    assert torch.equal(compressor.encode(x, KEY), compressor.encode(x.detach(), KEY))
+    assert not compressor.encode(x, KEY).requires_grad
+
+
+@all_compressors
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 65, 1000])
+def test_zeros_stay_zero(compressor: Compressor, n: int) -> None:
+    for zero in (0.0, -0.0):
+        residual = torch.zeros(n)
+        x = torch.full((n,), zero)
+        data = compressor.encode(x, KEY, residual=residual)
+        assert not compressor.decode(data, BlockSpec(shape=(n,))).any()
+        assert not residual.any()
+
+
+@all_compressors
+def test_denormals_are_ordinary(compressor: Compressor) -> None:
+    x = torch.tensor([1e-45, -1e-45, 3e-42, -7e-41, 1e-38, 0.0, -0.0] * 30)
+    assert (x != 0).sum() == 150
+    residual = torch.zeros(x.numel())
+    decoded = compressor.decode(compressor.encode(x, KEY, residual=residual), spec_of(x))
+    assert torch.equal(residual, x - decoded)
+    assert decoded.abs().max() <= 2 * x.abs().max()
+    if compressor in (Identity(), TopK(density=1.0, value_dtype=torch.float32)):
+        assert torch.equal(decoded, x)
+
+
+@all_compressors
+def test_huge_values_are_ordinary_where_the_wire_has_room(compressor: Compressor) -> None:
+    top = torch.finfo(torch.float32).max
+    x = torch.tensor([top, -top, 0.7 * top, 1.0, -3.0, 0.0] * 20)
+    narrow = torch.float16 in (getattr(compressor, "dtype", None), getattr(compressor, "value_dtype", None))
+    if narrow or compressor == Cast(dtype=torch.bfloat16):  # top rounds up to inf in bfloat16
+        with pytest.raises(ValueError, match="overflow"):
+            compressor.encode(x, KEY)
+        return
+    residual = torch.zeros(x.numel())
+    decoded = compressor.decode(compressor.encode(x, KEY, residual=residual), spec_of(x))
+    assert decoded.isfinite().all()
+    assert residual.isfinite().all()
+    assert torch.equal(residual, x - decoded)
+
+
+@all_compressors
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 63, 500, 776])
+def test_non_finite_is_refused(compressor: Compressor, bad: float, place: int) -> None:
+    x, residual = normal(777), normal(777, seed=1)
+    x[place] = bad
+    before = residual.clone()
+    with pytest.raises(ValueError, match="expected finite values"):
+        compressor.encode(x, KEY, residual=residual)
+    assert same_bits(residual, before)
+    with pytest.raises(ValueError, match="expected finite values"):
+        compressor.encode(x, KEY)
+
+
+@all_compressors
+def test_overflow_with_the_residual_is_refused(compressor: Compressor) -> None:
+    x, residual = torch.full((5,), 3e38), torch.full((5,), 3e38)
+    with pytest.raises(ValueError, match="expected finite values"):
+        compressor.encode(x, KEY, residual=residual)
+    assert (residual == 3e38).all()
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+@all_compressors
+@pytest.mark.parametrize("alpha", [1.0, -0.125, 1 / 3])
+def test_accumulate_is_decode_times_alpha(compressor: Compressor, alpha: float) -> None:
+    x, acc = normal(17, 45), normal(17, 45, seed=2)
+    data = compressor.encode(x, KEY)
+    expected = acc + compressor.decode(data, spec_of(x)) * alpha
+    assert compressor.accumulate_(acc, data, spec_of(x), alpha=alpha) is acc
+    assert torch.equal(acc, expected)
+
+
+@all_compressors
+def test_decode_into_out(compressor: Compressor) -> None:
+    x = normal(6, 50)
+    data = compressor.encode(x, KEY)
+    out = torch.full((6, 50), float("nan"))
+    assert compressor.decode(data, spec_of(x), out=out) is out
+    assert same_bits(out, compressor.decode(data, spec_of(x)))
+
+
+@all_compressors
+def test_wrong_bytes_are_refused_and_nothing_is_written(compressor: Compressor) -> None:
+    x = normal(345)
+    spec, data = spec_of(x), compressor.encode(x, KEY)
+    wider = torch.cat([data, data])
+    wrong = {
+        "short": data[:-1],
+        "a word short": data[:-4],
+        "long": torch.cat([data, data[:4]]),
+        "empty": data[:0],
+        "int8": data.view(torch.int8),
+        "float": data.float(),
+        "two dimensions": data.view(1, -1),
+        "every second byte": wider[::2],
+        "not at a multiple of 4": wider[1 : 1 + data.numel()],
+    }
+    for what, bad in wrong.items():
+        out, acc = torch.full((345,), 7.0), torch.full((345,), 7.0)
+        with pytest.raises(WireError, match=f"expected .* {data.numel()} bytes.*, got"):
+            compressor.decode(bad, spec, out=out)
+        with pytest.raises(WireError, match=f"expected .* {data.numel()} bytes.*, got"):
+            compressor.accumulate_(acc, bad, spec)
+        assert (out == 7).all(), what
+        assert (acc == 7).all(), what
+        before, residual = bad.clone(), normal(345, seed=1)
+        with pytest.raises(WireError, match="out: expected"):
+            compressor.encode(x, KEY, out=bad, residual=residual)
+        assert torch.equal(bad, before), what
+        assert same_bits(residual, normal(345, seed=1)), what
+
+
+@all_compressors
+@pytest.mark.parametrize(
+    "bad",
+    [torch.zeros(344), torch.zeros(345, dtype=torch.float64), torch.zeros(690)[::2]],
+    ids=["size", "dtype", "gaps"],
+)
+def test_wrong_outputs_and_residuals_are_refused(compressor: Compressor, bad: Tensor) -> None:
+    x = normal(345)
+    data = compressor.encode(x, KEY)
+    with pytest.raises(WireError, match="expected contiguous float32 with 345"):
+        compressor.decode(data, spec_of(x), out=bad)
+    with pytest.raises(WireError, match="expected contiguous float32 with 345"):
+        compressor.accumulate_(bad, data, spec_of(x))
+    with pytest.raises(WireError, match="expected contiguous float32 with 345"):
+        compressor.encode(x, KEY, residual=bad)
+    assert not bad.any()
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@all_compressors
+def test_settings_are_frozen_values(compressor: Compressor) -> None:
+    twin = pickle.loads(pickle.dumps(compressor))
+    assert twin == compressor
+    assert hash(twin) == hash(compressor)
+    assert {compressor: 1}[twin] == 1
+    assert not hasattr(compressor, "__dict__"), "slots"
+    for field in dataclasses.fields(compressor):  # type: ignore[arg-type]
+        assert field.kw_only
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(compressor, field.name, getattr(compressor, field.name))
+
+
+def test_table_has_every_kind_once() -> None:
+    # By name: a dataclass with slots is a second class, and the first lives on among the subclasses.
+    assert {type(c).__name__ for c in TABLE} == {c.__name__ for c in Compressor.__subclasses__()}
+    assert len({c.recipe() for c in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "got"),
+    [
+        (lambda: Cast(dtype=torch.float32), "float16", "float32"),
+        (lambda: BlockQuant(bits=3), "8 or 4", "3"),  # type: ignore[arg-type]
+        (lambda: BlockQuant(block=30), "32 to 65536", "30"),
+        (lambda: BlockQuant(block=65538), "32 to 65536", "65538"),
+        (lambda: BlockQuant(block=63), "even", "63"),
+        (lambda: BlockQuant(rounding="up"), "'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
+        (lambda: OneBit(scale="l2"), "'l1' or 'rms'", "'l2'"),  # type: ignore[arg-type]
+        (lambda: TopK(density=0.0), r"\(0, 1\]", "0.0"),
+        (lambda: TopK(density=1.01), r"\(0, 1\]", "1.01"),
+        (lambda: TopK(density=float("nan")), r"\(0, 1\]", "nan"),
+        (lambda: TopK(value_dtype=torch.bfloat16), "float32", "bfloat16"),
+        (lambda: TopK(density=0.5).nbytes(BlockSpec(shape=(65537,))), "65536 elements", "65537"),
+        (lambda: Identity().nbytes(BlockSpec(shape=(3,), dtype=torch.float64)), "float32", "float64"),
+    ],
+)
+def test_bad_settings_say_what_was_expected_and_what_came(make, expected: str, got: str) -> None:
+    with pytest.raises(RecipeError, match=rf"(?s){expected}.*got .*{got}"):
+        make()

@@ -1,0 +1,117 @@
+"""Recipe strings: what they stand for, that they come back, and that bad ones are explained."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import BlockQuant, Cast, Dense, ErrorFeedback, Gather, OneBit, TopK, TwoShot, parse_recipe
+from thinwire.aggregators import Aggregator
+from thinwire.errors import RecipeError
+from thinwire.recipes import recipe_names
+
+
+def both(compressor, feedback: ErrorFeedback | None = None) -> TwoShot:
+    return TwoShot(up=compressor, down=compressor, feedback=feedback)
+
+
+EF = ErrorFeedback()
+KNOWN: dict[str, Aggregator] = {
+    "dense": Dense(),
+    "dense:fp16": Dense(wire_dtype=torch.float16),
+    "dense:bf16": Dense(wire_dtype=torch.bfloat16),
+    "fp16": both(Cast(dtype=torch.float16)),
+    "bf16": both(Cast(dtype=torch.bfloat16)),
+    "int8": both(BlockQuant(bits=8)),
+    "int8:stochastic": both(BlockQuant(bits=8, rounding="stochastic")),
+    "int8:block=64:stochastic": both(BlockQuant(bits=8, block=64, rounding="stochastic")),
+    "int4": both(BlockQuant(bits=4), EF),
+    "int4:block=128": both(BlockQuant(bits=4, block=128), EF),
+    "int4:block=32": both(BlockQuant(bits=4, block=32), EF),
+    "int4:stochastic": both(BlockQuant(bits=4, rounding="stochastic")),
+    "onebit": both(OneBit(), EF),
+    "onebit:rms": both(OneBit(scale="rms"), EF),
+    "topk:0.01": both(TopK(density=0.01), EF),
+    "topk:0.001:fp32": both(TopK(density=0.001, value_dtype=torch.float32), EF),
+    "gather/onebit": Gather(up=OneBit(), feedback=EF),
+    "gather/int8:stochastic": Gather(up=BlockQuant(bits=8, rounding="stochastic")),
+    "gather/fp16": Gather(up=Cast(dtype=torch.float16)),
+}
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_meaning_and_round_trip(text: str) -> None:
+    assert parse_recipe(text) == KNOWN[text]
+    assert parse_recipe(f" {text}\n") == KNOWN[text]
+    assert KNOWN[text].recipe() == text
+
+
+def test_defaults_may_be_written_out() -> None:
+    assert parse_recipe("int8:nearest:block=512") == parse_recipe("int8")
+    assert parse_recipe("onebit:l1") == parse_recipe("onebit")
+    assert parse_recipe("topk:1e-2:fp16") == parse_recipe("topk:0.01")
+
+
+@given(density=st.floats(min_value=1e-9, max_value=1.0), wide=st.booleans())
+def test_any_density_comes_back(density: float, wide: bool) -> None:
+    compressor = TopK(density=density, value_dtype=torch.float32 if wide else torch.float16)
+    assert parse_recipe(compressor.recipe()).up == compressor
+
+
+def test_full_density_is_sent_without_feedback() -> None:
+    assert parse_recipe("topk:1").feedback is None
+    assert parse_recipe("topk:1").recipe() == "topk:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "got"),
+    [
+        ("", "one of dense, fp16", "''"),
+        ("int9", "one of dense, fp16", "'int9'"),
+        ("INT8", "one of dense, fp16", "'INT8'"),
+        ("int8:", "'stochastic', 'nearest' or 'block=N'", "''"),
+        ("int8:fast", "'stochastic', 'nearest' or 'block=N'", "'fast'"),
+        ("int8:block=x", "a number", "'x'"),
+        ("int8:block=", "a number", "''"),
+        ("int8:block=7", "even block from 32", "7"),
+        ("fp16:x", "no further argument", "'x'"),
+        ("onebit:l2", "'l1' or 'rms'", "'l2'"),
+        ("onebit:l1:x", "no further argument", "'x'"),
+        ("topk", "a density, as in 'topk:0.01'", ""),
+        ("topk:", "a number", "''"),
+        ("topk:many", "a number", "'many'"),
+        ("topk:0", r"density in \(0, 1\]", "0.0"),
+        ("topk:2", r"density in \(0, 1\]", "2.0"),
+        ("topk:nan", r"density in \(0, 1\]", "nan"),
+        ("topk:0.1:fp64", "'fp16' or 'fp32'", "'fp64'"),
+        ("topk:0.1:fp32:x:y", "no further argument", "'x:y'"),
+        ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
+        ("dense:fp16:x", "no further argument", "'x'"),
+        ("tree/int8", "aggregator 'gather' or none", "'tree'"),
+        ("/int8", "aggregator 'gather' or none", "''"),
+        ("gather/gather/int8", "aggregator 'gather' or none", "'gather/gather'"),
+        ("gather/", "one of fp16, bf16", "''"),
+        ("gather/dense", "one of fp16, bf16", "'dense'"),
+    ],
+)
+def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: str, got: str) -> None:
+    with pytest.raises(RecipeError, match=f"expected.*{expected}") as caught:
+        parse_recipe(text)
+    message = str(caught.value)
+    assert message.startswith(f"recipe {text!r}: ")
+    assert got in message
+    assert caught.value.__cause__ is None
+
+
+@given(st.text("abcdefgintoposk0123456789./:=-", max_size=20))
+def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
+    try:
+        found = parse_recipe(text)
+    except RecipeError:
+        return
+    assert isinstance(found, Aggregator)
+    assert parse_recipe(found.recipe()) == found
+
+
+def test_every_kind_is_listed() -> None:
+    assert {text.split(":")[0].rpartition("/")[2] for text in KNOWN} == set(recipe_names())

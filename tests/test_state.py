@@ -1,0 +1,253 @@
+"""Residuals in checkpoints: what is saved, what is refused, and what a change of world size conserves."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import ErrorFeedback, Identity, OneBit, PlanOptions, TopK, TwoShot, parse_recipe, reshard_state
+from thinwire.aggregators import Aggregator
+from thinwire.errors import StateError
+from thinwire.plan import build_plan
+from thinwire.state import State
+
+
+def model() -> dict[str, Tensor]:
+    return {
+        "conv.weight": torch.zeros(6, 4, 3, 3).to(memory_format=torch.channels_last),
+        "linear.weight": torch.zeros(30, 20),
+        "transposed": torch.zeros(12, 10).t(),
+        "gaps": torch.zeros(10, 14)[:, ::2],
+        "dense.bias": torch.zeros(5),
+        "scalar": torch.zeros(()),
+    }
+
+
+def make(
+    rank: int, world_size: int, recipe: str | Aggregator = "onebit", partition_numel: int = 100, seed: int | None = 0
+) -> State:
+    """Return a state, its residuals filled with numbers of `seed` and rank."""
+    aggregator = parse_recipe(recipe) if isinstance(recipe, str) else recipe
+    options = PlanOptions(partition_numel=partition_numel, min_nbytes=0)
+    params = model()
+    plan = build_plan(
+        params.items(), lambda info: None if info.name == "dense.bias" else aggregator, world_size, options
+    )
+    state = State(plan, params, rank)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        for residual in (*state.worker.values(), *state.owner.values()):
+            residual.copy_(torch.randn(residual.shape, generator=generator))
+        state.step, state.loss_scale = 7, 1024.0
+        state.learning_rates = {"linear.weight": 0.1}
+    return state
+
+
+def flat_bits(state: State) -> list[object]:
+    return [
+        *((name, r.numpy().tobytes()) for name, r in state.worker.items()),
+        *((place, r.numpy().tobytes()) for place, r in state.owner.items()),
+        state.step,
+        state.loss_scale,
+        state.learning_rates,
+    ]
+
+
+def saved_and_loaded(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_checkpoint_restores_every_bit(world_size: int) -> None:
+    for rank in range(world_size):
+        state, fresh = make(rank, world_size), make(rank, world_size, seed=None)
+        assert flat_bits(state) != flat_bits(fresh)
+        fresh.load_state_dict(saved_and_loaded(state.state_dict()))
+        assert flat_bits(fresh) == flat_bits(state)
+
+
+def test_checkpoints_have_the_same_keys_on_every_rank_from_the_start() -> None:
+    dicts = [make(rank, 5, seed=None).state_dict() for rank in range(5)] + [make(3, 5).state_dict()]
+    for one in dicts:
+        assert list(one) == list(dicts[0])
+        for kind in ("worker", "owner"):
+            assert list(one[kind]) == list(dicts[0][kind]) == [name for name in model() if name != "dense.bias"]
+
+
+def test_a_checkpoint_shares_no_memory_with_the_state() -> None:
+    state = make(0, 2)
+    saved = state.state_dict()
+    before = copy.deepcopy(saved)
+    for residual in (*state.worker.values(), *state.owner.values()):
+        residual.zero_()
+    state.learning_rates["linear.weight"] = 9.0
+    assert saved["learning_rates"] == {"linear.weight": 0.1}
+    for kind in ("worker", "owner"):
+        for name, tensor in saved[kind].items():
+            assert torch.equal(tensor, before[kind][name])
+
+
+def test_residuals_have_the_logical_layout_of_their_parameter() -> None:
+    """State is flat in memory order, as DDP's buckets are: strides where they leave no gaps, contiguous otherwise."""
+    state = make(0, 1, seed=None)
+    for name, flat in state.worker.items():
+        flat.copy_(torch.arange(flat.numel()))
+        saved = state.state_dict()["worker"][name]
+        param = model()[name]
+        assert saved.shape == param.shape
+        order = param.stride() if name in ("conv.weight", "transposed") else torch.empty(param.shape).stride()
+        expected = torch.arange(float(param.numel())).as_strided(param.shape, order)
+        assert torch.equal(saved, expected), name
+    # Another run may keep the same parameter in another order: what is saved does not depend on it.
+    contiguous = {name: tensor.contiguous() for name, tensor in model().items()}
+    plan = build_plan(
+        contiguous.items(),
+        lambda info: None if info.name == "dense.bias" else parse_recipe("onebit"),
+        1,
+        PlanOptions(partition_numel=100, min_nbytes=0),
+    )
+    other = State(plan, contiguous, 0)
+    other.load_state_dict(state.state_dict())
+    for name, tensor in other.state_dict()["worker"].items():
+        assert torch.equal(tensor, state.state_dict()["worker"][name])
+    assert not torch.equal(other.worker["conv.weight"], state.worker["conv.weight"])
+
+
+def test_owner_residuals_are_zero_where_others_own() -> None:
+    states = [make(rank, 3) for rank in range(3)]
+    for name in states[0].state_dict()["owner"]:
+        held = torch.stack([state.state_dict()["owner"][name] != 0 for state in states]).sum(dim=0)
+        assert (held == 1).all(), name
+
+
+def test_slices_are_views_of_the_state() -> None:
+    state = make(1, 2)
+    partitions = [p for param in state._plan.params for p in param.partitions]
+    owned = 0
+    for p in partitions:
+        residual, own = state.residual(p), state.owner_residual(p)
+        if p.name == "dense.bias":
+            assert residual is None
+            assert own is None
+            continue
+        assert residual is not None
+        assert residual.numel() == p.numel
+        residual.fill_(p.offset)
+        assert (own is not None) == (p.owner == 1)
+        owned += own is not None
+    assert (state.worker["linear.weight"] == torch.arange(6).repeat_interleave(100) * 100).all()
+    assert owned == len(state.owner) > 1
+
+
+def test_memory_and_norm() -> None:
+    state = make(0, 1)
+    numel = sum(t.numel() for name, t in model().items() if name != "dense.bias")
+    assert state.nbytes == 2 * 4 * numel
+    expected = sum(float(r.double().square().sum()) for r in state.worker.values()) / 1024.0**2
+    assert state.squared_norm() == pytest.approx(expected, rel=1e-5)
+
+
+def without(saved: dict, key: str) -> None:
+    del saved[key]
+
+
+def reshaped(saved: dict, kind: str) -> None:
+    saved[kind]["linear.weight"] = torch.zeros(20, 30)
+
+
+def lacking(saved: dict, kind: str) -> None:
+    del saved[kind]["linear.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(format=2), "format 1, got 2"),
+        (lambda s: without(s, "format"), "format 1, got None"),
+        (lambda s: s.update(rank=1), "saved with rank 1, this run has 0.*reshard_state"),
+        (lambda s: s.update(world_size=3), "saved with world_size 3, this run has 2.*reshard_state"),
+        (lambda s: s.update(partition_numel=64), "saved with partition_numel 64, this run has 100"),
+        (lambda s: reshaped(s, "worker"), r"linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
+        (lambda s: reshaped(s, "owner"), r"^linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
+        (lambda s: lacking(s, "worker"), r"no worker residual for 'linear.weight' \(1 missing\)"),
+        (lambda s: lacking(s, "owner"), r"no owner residual for 'linear.weight' \(1 missing\)"),
+        (lambda s: s["worker"].update(other=torch.zeros(3)), "residual for 'other', which this plan sends without"),
+        *((lambda s, key=key: without(s, key), f"without '{key}'") for key in ("step", "loss_scale", "owner", "rank")),
+        (lambda s: without(s, "learning_rates"), "without 'learning_rates'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, message: str) -> None:
+    saved, state = make(0, 2).state_dict(), make(0, 2, seed=3)
+    before = flat_bits(state)
+    change(saved)
+    with pytest.raises(StateError, match=message):
+        state.load_state_dict(saved)
+    assert flat_bits(state) == before
+
+
+def owed(states: list[dict]) -> dict[str, Tensor]:
+    """Return what training still owes: the mean of the workers' residuals plus the owners'."""
+    return {
+        name: sum(s["worker"][name].double() for s in states) / len(states) + sum(s["owner"][name] for s in states)
+        for name in states[0]["worker"]
+    }
+
+
+def test_resharding_conserves_what_is_owed() -> None:
+    """From 4 ranks to 2 to 3, with other partitions, through states that use it."""
+    states = [make(rank, 4).state_dict() for rank in range(4)]
+    expected = owed(states)
+    for world_size, partition_numel in ((2, 100), (3, 37), (1, 1000), (5, 100)):
+        resharded = reshard_state(list(reversed(states)), world_size, partition_numel=partition_numel)
+        states = []
+        for rank, one in enumerate(resharded):
+            state = make(rank, world_size, partition_numel=partition_numel, seed=None)
+            state.load_state_dict(saved_and_loaded(one))
+            assert (state.step, state.loss_scale) == (7, 1024.0)
+            assert state.learning_rates == {"linear.weight": 0.1}
+            states.append(state.state_dict())
+        for name, value in owed(states).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=2e-6)
+            assert expected[name].any()
+
+
+def test_resharded_states_share_no_memory() -> None:
+    first, second = reshard_state([make(0, 1).state_dict()], 2)
+    first["worker"]["linear.weight"].zero_()
+    assert second["worker"]["linear.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(), r"ranks 0\.\.2, got ranks \[0, 1\]"),
+        (lambda s: s.append(s[0]), r"ranks 0\.\.2, got ranks \[0, 0, 1, 2\]"),
+        (lambda s: s[1].update(step=8), "rank 1 has step 8, rank 0 has 7"),
+        (lambda s: s[2].update(loss_scale=1.0), r"rank 2 has loss_scale 1\.0, rank 0 has 1024\.0"),
+        (lambda s: lacking(s[1], "worker"), "rank 1 and rank 0 do not both have a residual for 'linear.weight'"),
+        (lambda s: without(s[1], "worker"), "without 'worker'"),
+        (lambda s: s.clear(), "got 0, 2"),
+    ],
+)
+def test_resharding_refuses_what_is_not_one_moment(change, message: str) -> None:
+    states = [make(rank, 3).state_dict() for rank in range(3)]
+    change(states)
+    with pytest.raises(StateError, match=message):
+        reshard_state(states, 2)
+
+
+def test_exact_sides_are_not_saved() -> None:
+    up_only = TwoShot(up=TopK(density=0.1), down=Identity(), feedback=ErrorFeedback())
+    saved = make(0, 2, up_only).state_dict()
+    assert saved["worker"]
+    assert not saved["owner"]
+    down_only = TwoShot(up=Identity(), down=OneBit(), feedback=ErrorFeedback())
+    saved = make(0, 2, down_only).state_dict()
+    assert not saved["worker"]
+    assert saved["owner"]
+    assert make(0, 2, "int8").nbytes == 0
