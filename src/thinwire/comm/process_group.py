@@ -1,8 +1,9 @@
 """Drivers over torch.distributed process groups: one that blocks, and one that overlaps.
 
 Gloo matches collectives of a group by order alone, so two that are issued in another order on another rank silently
-swap their data. Hence: one *lane* (a thread with a process group of its own) per round number; a lane runs its rounds
-strictly in the order messages were submitted; nothing is ever issued from a future's callback, and no callback waits.
+swap their data. Hence *lanes*, each a thread with a process group of its own: every round number has a few, messages
+take them in turn, and a lane runs its rounds strictly in the order messages were submitted. Nothing is ever issued from
+a future's callback, and no callback waits.
 """
 
 # torch.distributed annotates few of its parameters.
@@ -10,6 +11,7 @@ strictly in the order messages were submitted; nothing is ever issued from a fut
 
 import datetime
 import hashlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -125,6 +127,14 @@ class _Ticket:
     ready: list[threading.Event] = field(default_factory=lambda: [])
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A process group and the one thread that uses it: first in, first out."""
+
+    group: dist.ProcessGroup
+    thread: ThreadPoolExecutor
+
+
 class OverlappedDriver:
     """Runs many exchanges at once: one is encoded while another is on the wire and a third is decoded.
 
@@ -133,7 +143,8 @@ class OverlappedDriver:
 
     Args:
         group: the ranks that take part; its own collectives are never touched.
-        num_lanes: most rounds that a schedule has.
+        num_rounds: most rounds that a schedule has.
+        lanes: of each round number; two keep the wire busy while one waits for the slowest peer.
         workers: threads that encode and decode.
         depth: exchanges under way at once.
         timeout: of each collective; None for torch's default.
@@ -145,9 +156,10 @@ class OverlappedDriver:
         self,
         group: dist.ProcessGroup,
         *,
-        num_lanes: int = 2,
+        num_rounds: int = 2,
+        lanes: int = 2,
         workers: int = 1,
-        depth: int = 4,
+        depth: int = 6,
         timeout: datetime.timedelta | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -160,13 +172,17 @@ class OverlappedDriver:
         ranks = dist.get_process_group_ranks(group)
         store = own_store(ranks, self.rank)
         self._liveness = Liveness(store, ranks, self.rank)
-        self._groups: list[dist.ProcessGroup] = []
-        self._lanes: list[ThreadPoolExecutor] = []  # of one thread each, so first in, first out
-        for position in range(num_lanes):
-            lane_store = dist.PrefixStore(f"lane{position}", store)
-            lane = own_group(lane_store, self.rank, len(ranks), timeout or DEFAULT_TIMEOUT)
-            self._groups.append(lane)
-            self._lanes.append(ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-lane-{position}"))
+        self._num_submitted = 0
+        self._lanes = [
+            [
+                _Lane(
+                    own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout or DEFAULT_TIMEOUT),
+                    ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-{name}"),
+                )
+                for name in (f"lane-{position}-{lane}" for lane in range(lanes))
+            ]
+            for position in range(num_rounds)
+        ]
 
     def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
         """Queue an exchange; call in the same order on every rank.
@@ -174,14 +190,16 @@ class OverlappedDriver:
         Returns:
             A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
         """
-        assert len(schedule) <= len(self._lanes), f"{len(schedule)} rounds for {len(self._lanes)} lanes"
+        assert len(schedule) <= len(self._lanes), f"{len(schedule)} rounds, lanes for {len(self._lanes)}"
         ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
         with self._lock:
             if self._error is not None:
                 ticket.done.set_exception(self._error)
                 return ticket.done
+            turn, self._num_submitted = self._num_submitted, self._num_submitted + 1
             for position in range(len(schedule)):
-                self._lanes[position].submit(self._run_round, ticket, position)
+                lane = self._lanes[position][turn % len(self._lanes[position])]
+                lane.thread.submit(self._run_round, ticket, position, lane.group)
             self._waiting.append(ticket)
         self._start_waiting()
         return ticket.done
@@ -189,14 +207,14 @@ class OverlappedDriver:
     @property
     def control(self) -> dist.ProcessGroup:
         """A group of the same ranks, with CPU tensors, for agreeing before the first exchange."""
-        return self._groups[0]
+        return self._lanes[0][0].group
 
     def close(self) -> None:
         """Stop the threads and leave the process groups, once all submitted exchanges are done."""
-        for lane in self._lanes:
-            lane.shutdown()
+        for lane in itertools.chain.from_iterable(self._lanes):
+            lane.thread.shutdown()
         self._pool.shutdown()
-        self._groups.clear()
+        self._lanes.clear()
 
     def _start_waiting(self) -> None:
         with self._lock:
@@ -223,7 +241,7 @@ class OverlappedDriver:
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
-    def _run_round(self, ticket: _Ticket, position: int) -> None:
+    def _run_round(self, ticket: _Ticket, position: int, group: dist.ProcessGroup) -> None:
         """Perform one round, in the lane's thread."""
         ticket.ready[position].wait()
         if self._error is not None:
@@ -232,7 +250,7 @@ class OverlappedDriver:
         transfer, ticket.transfer = ticket.transfer, None
         assert transfer is not None
         try:
-            _timed(transfer, self._groups[position], self.rank, ticket.outcome)
+            _timed(transfer, group, self.rank, ticket.outcome)
         except BaseException as error:
             self._fail(self._liveness.explain(error), ticket)
             return
