@@ -120,12 +120,18 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, store: str = "file"
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        store: str = "file",
+        grace: float = GRACE_S,
     ) -> list[Outcome]:
         """Do as `run`, but return every rank's outcome, errors included.
 
         Args:
             function, args, timeout: as in `run`.
+            grace: seconds that the others have once a rank has failed.
             store: "file", or "tcp" for a rendezvous store that lives in rank 0, as torchrun's may.
         """
         processes = self.pool.take(self.world_size)
@@ -134,13 +140,13 @@ class Ranks:
             for rank, process in enumerate(processes):
                 call = (function.__code__.co_filename, function.__qualname__, rank, self.world_size, where, args)
                 process.connection.send_bytes(pickle.dumps(call))
-            outcomes = _collect(processes, timeout)
+            outcomes = _collect(processes, timeout, grace)
         if any(outcome.error for outcome in outcomes):
             self.pool.drop(self.world_size)
         return outcomes
 
 
-def _collect(processes: Sequence[RankProcess], timeout: float) -> list[Outcome]:
+def _collect(processes: Sequence[RankProcess], timeout: float, grace: float) -> list[Outcome]:
     started = time.monotonic()
     deadline = started + timeout
     pending: dict[Connection, int] = {process.connection: rank for rank, process in enumerate(processes)}
@@ -157,7 +163,7 @@ def _collect(processes: Sequence[RankProcess], timeout: float) -> list[Outcome]:
                 value, error = None, f"ended with status {status}\n{processes[rank].output()}"
             outcomes[rank] = Outcome(rank, value, error, seconds)
             if error:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace)
     seconds = time.monotonic() - started
     for rank in pending.values():
         story = f"still running after {seconds:.0f} s\n{processes[rank].stacks()}"

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Tower, attached, batch, loss, seeded
 
@@ -18,7 +19,7 @@ LIMIT_S = 20.0
 
 
 def _until_it_fails(rank, world_size, recipe, victim, how):
-    """Train until the exchange fails; return the error's message, and the seconds since the victim's last step."""
+    """Train until the exchange fails; return the error's message, and how long that step took."""
     model = DDP(seeded(Tower), bucket_cap_mb=0.01)
     timeout = datetime.timedelta(seconds=5) if how == "hang" else None
     with attached(model, recipe, timeout=timeout) as link:
@@ -29,7 +30,8 @@ def _until_it_fails(rank, world_size, recipe, victim, how):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "exit":
                     os._exit(3)
-                time.sleep(LIMIT_S + 10)
+                time.sleep(15)
+                return "", 0.0, 0
             try:
                 loss(model, batch(rank, step)).backward()
             except RuntimeError as error:
@@ -49,28 +51,31 @@ def _say_it_again(model, rank, step):
     assert time.monotonic() - started < 2
 
 
-# The barrier at the end of every call fails when a rank is gone, so survivors leave their stories in files.
+# Survivors leave their stories in files: what becomes of a call that has lost a rank is the pool's business.
 def _tell(rank, world_size, folder, recipe, victim, how):
     message, seconds, step = _until_it_fails(rank, world_size, recipe, victim, how)
     with open(f"{folder}/{rank}", "w") as file:
         file.write(f"{seconds}\n{step}\n{message}")
+    dist.destroy_process_group()
 
 
 def _stories(ranks, tmp_path, world_size, *args, store="tcp"):
-    ranks(world_size).outcomes(_tell, str(tmp_path), *args, timeout=LIMIT_S + 25, store=store)
+    limit = LIMIT_S + 30
+    outcomes = ranks(world_size).outcomes(_tell, str(tmp_path), *args, timeout=limit, store=store, grace=limit)
     stories = {}
     for rank in range(world_size):
         path = tmp_path / str(rank)
-        if path.exists():
+        if path.exists() and rank != args[1]:
             seconds, step, message = path.read_text().split("\n", 2)
             stories[rank] = (float(seconds), int(step), message)
+    victim = args[1]
+    assert set(stories) == set(range(world_size)) - {victim}, "\n".join(f"{o.rank}: {o.error}" for o in outcomes)
     return stories
 
 
 @pytest.mark.parametrize("recipe", ["int8", "gather/onebit"])
 def test_a_killed_rank_is_named(ranks, tmp_path, recipe):
     stories = _stories(ranks, tmp_path, 3, recipe, 1, "kill")
-    assert set(stories) == {0, 2}
     for seconds, step, message in stories.values():
         assert "rank 1 did not answer" in message
         assert "RankLostError" in message
@@ -80,7 +85,6 @@ def test_a_killed_rank_is_named(ranks, tmp_path, recipe):
 
 def test_rank_0_with_the_store_is_named_when_killed(ranks, tmp_path):
     stories = _stories(ranks, tmp_path, 3, "int8", 0, "kill")
-    assert set(stories) == {1, 2}
     for seconds, _, message in stories.values():
         assert "rank 0" in message
         assert seconds < LIMIT_S
@@ -88,15 +92,13 @@ def test_rank_0_with_the_store_is_named_when_killed(ranks, tmp_path):
 
 def test_a_hanging_rank_is_named_after_the_timeout(ranks, tmp_path):
     stories = _stories(ranks, tmp_path, 3, "int8", 2, "hang")
-    for rank in (0, 1):
-        seconds, _, message = stories[rank]
+    for seconds, _, message in stories.values():
         assert "rank 2 did not answer" in message
         assert 3 < seconds < LIMIT_S
 
 
 def test_a_rank_that_exits_is_named(ranks, tmp_path):
     stories = _stories(ranks, tmp_path, 2, "topk:0.05", 1, "exit")
-    assert set(stories) == {0}
     assert "rank 1 did not answer" in stories[0][2]
     assert stories[0][0] < LIMIT_S
 

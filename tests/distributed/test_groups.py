@@ -56,7 +56,6 @@ def _destroyed_first(rank, world_size):
         dist.barrier()
         dist.destroy_process_group()
     link.close()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_close_after_the_default_group_is_gone_and_twice(ranks):

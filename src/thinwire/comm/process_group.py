@@ -9,6 +9,7 @@ a future's callback, and no callback waits.
 # torch.distributed annotates few of its parameters.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -272,7 +273,7 @@ class OverlappedDriver:
     def _settle(ticket: _Ticket, error: BaseException) -> None:
         for event in ticket.ready:
             event.set()
-        if not ticket.done.done():
+        with contextlib.suppress(InvalidStateError):  # two lanes may settle one ticket at the same moment
             ticket.done.set_exception(error)
 
 

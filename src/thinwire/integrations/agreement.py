@@ -38,6 +38,7 @@ def agree(build: Callable[[], Plan], group: dist.ProcessGroup, settings: Sequenc
     if len(set(verdicts)) > 1:
         plans = [text.split("\n") for text in all_gather_text("\n".join([*settings, *plan.lines()]), group)]
         raise PlanError(
-            f"ranks have different plans: {first_difference(plans)}; give all the same model, recipe and arguments"
+            f"ranks have different plans: {first_difference(plans)}; give every rank the same model, recipe and "
+            "arguments"
         )
     return plan

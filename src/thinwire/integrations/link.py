@@ -122,7 +122,7 @@ class Link:
         with self._lock:
             totals = self._totals
             if reset:
-                self._totals = Totals()
+                self._totals = Totals(totals.last)
         return {
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
@@ -245,7 +245,9 @@ class Link:
             if error is None:
                 step.stats.add(message, done.result())
             else:
+                # At once: backward raises for the first bucket that fails, while others are still under way.
                 step.error = step.error or error
+                self.error = self.error or error
             step.pending -= 1
             waiter.pending -= 1
             bucket_done = waiter.pending == 0

@@ -45,11 +45,11 @@ class StepStats:
 
 
 class Totals:
-    """Means over the steps since the last reset."""
+    """Means over the steps since the last reset; `last` is the step before the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: StepStats | None = None) -> None:
         self.num_steps = 0
-        self.last = StepStats()
+        self.last = last or StepStats()
         self._sums = StepStats()
 
     def add(self, step: StepStats) -> None:
