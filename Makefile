@@ -1,0 +1,95 @@
+# Two targets do all the set-up: `make demo` and `make test`. `make help` lists the rest.
+#
+#   PYTHON=...   the interpreter to make .venv from (3.11 or newer)
+#   TORCH=...    what pip installs as torch; may hold pip options, e.g. TORCH="torch==2.13.0 --index-url URL"
+#   VENV=...     where the environment goes
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+
+SHELL := /bin/bash
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+
+# Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
+RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
+
+.PHONY: demo test test-full lint types layers docs bench-kernels clean help FORCE
+.DEFAULT_GOAL := help
+
+demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
+	@$(MAKE) --no-print-directory iproute2
+	$(RUN)$(BIN)/thinwire demo --output demo-report
+
+test: $(VENV)/.installed ## install, then the tests
+	@$(MAKE) --no-print-directory iproute2
+	$(RUN)$(BIN)/pytest -m "not slow"
+
+test-full: $(VENV)/.installed ## the core tests again on the reference kernels, then the longer tests
+	THINWIRE_KERNELS=reference $(BIN)/pytest -m "not slow" tests/compressors tests/aggregators
+	$(RUN)$(BIN)/pytest -m slow
+
+lint: $(VENV)/.tools ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.tools ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(VENV)/.tools ## import-linter: a module imports only from layers below
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.tools ## the documentation, warnings as errors, into docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+bench-kernels: $(VENV)/.installed ## how fast the kernels are beside a plain copy
+	$(RUN)$(BIN)/python benchmarks/kernels.py
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist docs/_build demo-report .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+$(VENV)/.installed: $(BUILD) $(VENV)/.torch
+	@$(PYTHON) -c 'import sys; sys.exit("thinwire: expected Python 3.11 or newer, got " + sys.version.split()[0] \
+	  + "; name another with make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv $(VENV) || { echo "thinwire: try  sudo apt-get install python3-venv"; exit 1; }
+	$(PIP) install -q --upgrade "pip>=25.1"
+	$(PIP) install -q $(TORCH)
+	@grep -v '^torch' constraints.txt >$(VENV)/constraints.txt
+	@rm -f $(VENV)/.reference; \
+	if [ -z "$$THINWIRE_NO_NATIVE" ] && ! $(BIN)/python -c "$$can_build"; then export THINWIRE_NO_NATIVE=1; fi; \
+	if [ -n "$$THINWIRE_NO_NATIVE" ]; then touch $(VENV)/.reference; fi; set -x; \
+	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[demo]' --group test
+	@touch $@
+
+# Another TORCH than last time installs again.
+$(VENV)/.torch: FORCE
+	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' >$@
+
+$(VENV)/.tools: $(VENV)/.installed
+	$(PIP) install -q -c $(VENV)/constraints.txt --group lint --group docs
+	@touch $@
+
+.PHONY: iproute2
+iproute2:
+	@command -v tc >/dev/null || [ -x /sbin/tc ] || [ -x /usr/sbin/tc ] || \
+	  echo "thinwire: the emulated network needs iproute2:  sudo apt-get install iproute2"
+
+define can_build
+import os, pathlib, shutil, sys, sysconfig
+header = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+missing = [] if header.exists() else ["python3-dev"]
+if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+    missing.append("g++")
+if missing:
+    print("thinwire: going on WITHOUT the compiled kernels: many times slower. For them:  sudo apt-get install",
+          *missing, " then  make clean")
+sys.exit(bool(missing))
+endef
+export can_build
