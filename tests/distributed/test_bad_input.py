@@ -39,6 +39,8 @@ def _refused(rank, world_size, case):
         recipe = "topk:0.1:fp64"
     elif case == "start_after":
         options["start_after"] = -1
+    elif case == "workers on rank 1":
+        options["workers"] = -1 if only_rank_1 else 1
     elif case == "on_nonfinite":
         options["on_nonfinite"] = "panic"
     elif case == "optimizer":
@@ -82,6 +84,7 @@ CASES = {
     "not DDP on rank 1": (None, ["rank 1", "Tower"], ["Tower"]),
     "unknown values": (RecipeError, ["fp64"], ["fp64"]),
     "start_after": (AttachError, ["start_after", "-1"], ["-1"]),
+    "workers on rank 1": (None, ["rank 1", "at least one", "-1"], ["at least one", "-1"]),
     "on_nonfinite": (AttachError, ["panic"], ["panic"]),
     "optimizer": (AttachError, ["optimizer", "str"], ["str"]),
     "lr_correction without optimizer": (RecipeError, ["optimizer=optimizer"], ["optimizer"]),

@@ -11,6 +11,7 @@ a future's callback, and no callback waits.
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import threading
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
@@ -128,14 +130,6 @@ class _Ticket:
     ready: list[threading.Event] = field(default_factory=lambda: [])
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """A process group and the one thread that uses it: first in, first out."""
-
-    group: dist.ProcessGroup
-    thread: ThreadPoolExecutor
-
-
 class OverlappedDriver:
     """Runs many exchanges at once: one is encoded while another is on the wire and a third is decoded.
 
@@ -176,9 +170,9 @@ class OverlappedDriver:
         self._num_submitted = 0
         self._lanes = [
             [
-                _Lane(
+                Lane(
                     own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout or DEFAULT_TIMEOUT),
-                    ThreadPoolExecutor(1, thread_name_prefix=f"thinwire-{name}"),
+                    f"thinwire-{name}",
                 )
                 for name in (f"lane-{position}-{lane}" for lane in range(lanes))
             ]
@@ -200,7 +194,7 @@ class OverlappedDriver:
             turn, self._num_submitted = self._num_submitted, self._num_submitted + 1
             for position in range(len(schedule)):
                 lane = self._lanes[position][turn % len(self._lanes[position])]
-                lane.thread.submit(self._run_round, ticket, position, lane.group)
+                lane.submit(functools.partial(self._run_round, ticket, position, lane.group))
             self._waiting.append(ticket)
         self._start_waiting()
         return ticket.done
@@ -213,7 +207,7 @@ class OverlappedDriver:
     def close(self) -> None:
         """Stop the threads and leave the process groups, once all submitted exchanges are done."""
         for lane in itertools.chain.from_iterable(self._lanes):
-            lane.thread.shutdown()
+            lane.close()
         self._pool.shutdown()
         self._lanes.clear()
 

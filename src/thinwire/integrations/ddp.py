@@ -47,10 +47,15 @@ def make_link(
     if scaler is not None and not getattr(scaler, "is_enabled", lambda: True)():
         scaler = None  # a GradScaler(enabled=False) skips nothing
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    driver = OverlappedDriver(group, workers=workers or max(1, min(4, torch.get_num_threads())), timeout=timeout)
+    if workers is None:
+        workers = min(4, torch.get_num_threads())
+    # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
+    driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
 
     def build() -> Plan:
         _check(model, optimizer, start_after, on_nonfinite)
+        if threads < 1 or workers < 1:
+            raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
         plan = build_plan(_trained(model), recipe, world_size, options)
         if optimizer is None and any(
             param.aggregator.feedback is not None and param.aggregator.feedback.lr_correction for param in plan.params

@@ -84,6 +84,9 @@ class _Countdown:
             self._error = self._error or done.exception()
             last = self._num == 0
         if last:
-            if self._work is not self._buffer and self._error is None:
-                self._buffer.copy_(self._work)
+            try:
+                if self._work is not self._buffer and self._error is None:
+                    self._buffer.copy_(self._work)
+            except BaseException as error:  # the driver's future would swallow it, and backward would wait for ever
+                self._error = error
             self._future.set_result(self._error or self._buffer)
