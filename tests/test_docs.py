@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.errors import LabError
+from thinwire.lab import Lab
 from thinwire.recipes import recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,11 @@ def torchrun(script: Path, *arguments: str, folder: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=name_of)
 def test_code_of_page_runs(page: Path, tmp_path: Path) -> None:
     """The blocks of a page, one after another, are one program; on two ranks if it makes a process group."""
+    if "Lab(" in code_of(page):
+        try:
+            Lab(nodes=1).close()
+        except LabError as error:
+            pytest.skip(str(error))
     script = tmp_path / "page.py"
     script.write_text(code_of(page))
     if "init_process_group(" in code_of(page):
