@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import hashlib
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -264,14 +265,15 @@ def build_plan(
     # One all-reduce sums a whole bucket, so that all in it must travel alike.
     one_dense = len(settings) <= 1 and all(isinstance(aggregator, Dense) for aggregator in settings)
     params: list[PlannedParam] = []
-    next_owner = 0
-    # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, so
-    # that the partitions of any bucket are spread evenly.
+    # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
+    # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
+    # run of parameters makes a bucket, its bytes are spread within two partitions' worth.
+    owners = [(0, rank) for rank in range(world_size)]  # a heap of (bytes owned, rank)
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
-        partitions, next_owner = _cut(info, aggregator, options, world_size, next_owner)
+        partitions = _cut(info, aggregator, options, owners)
         params.append(PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions))
     return Plan(tuple(reversed(params)), world_size, options)
 
@@ -319,31 +321,32 @@ def _with_reason(aggregator: Aggregator) -> tuple[Aggregator, str]:
 
 
 def _cut(
-    info: ParamInfo, aggregator: Aggregator, options: PlanOptions, world_size: int, next_owner: int
-) -> tuple[tuple[Partition, ...], int]:
-    """Cut one parameter into partitions and deal owners to them."""
+    info: ParamInfo, aggregator: Aggregator, options: PlanOptions, owners: list[tuple[int, int]]
+) -> tuple[Partition, ...]:
+    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank)."""
     partitions: list[Partition] = []
     step = options.partition_numel if not isinstance(aggregator, Dense) else max(info.numel, 1)
     key = parameter_key(options.seed, info.name)
     for offset in range(0, max(info.numel, 1), step):
+        load, owner = owners[0]
         partition = Partition(
             name=info.name,
             dtype=info.dtype,
             offset=offset,
             numel=min(step, info.numel - offset),
-            owner=next_owner,
+            owner=owner,
             aggregator=aggregator,
             key=key,
         )
+        nbytes = partition.spec.raw_nbytes
         if info.dtype in COMPRESSIBLE_DTYPES:
             try:
-                for compressor in (aggregator.up, aggregator.down):
-                    compressor.layout(partition.spec)
+                nbytes = sum(compressor.nbytes(partition.spec) for compressor in (aggregator.up, aggregator.down))
             except ValueError as error:
                 raise PlanError(f"{info.name}: {error}") from error
+        heapq.heapreplace(owners, (load + nbytes, owner))
         partitions.append(partition)
-        next_owner = (next_owner + 1) % world_size
-    return tuple(partitions), next_owner
+    return tuple(partitions)
 
 
 def first_difference(plans: Sequence[Sequence[str]]) -> str | None:

@@ -88,6 +88,9 @@ class Namespaces:
             else:
                 self._join_by_veth(node)
             device = interface_name(node)
+            linux.setns(namespace, linux.CLONE_NEWNET)
+            with contextlib.suppress(OSError):  # Linux's default, whatever this machine's own choice is
+                Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
             self._ip(
                 namespace,
                 [
