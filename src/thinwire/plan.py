@@ -54,8 +54,8 @@ class PlanOptions:
 
     Attributes:
         partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices.
-        message_nbytes: raw bytes per rank after which a message is closed; smaller overlaps better on slow wires,
-            larger costs fewer collectives.
+        message_nbytes: raw bytes per rank after which a message is closed, if it also has a sixteenth of that to send;
+            smaller overlaps better on slow wires, larger costs fewer collectives.
         min_nbytes: recipes and patterns leave smaller parameters dense.
         compress_1d: whether recipes and patterns compress one-dimensional parameters too.
         seed: seed of every random stream.
@@ -116,10 +116,16 @@ class Plan:
                 key = (kind, partition.dtype if kind is Dense else None)
                 pending = by_kind.setdefault(key, [])
                 pending.append(partition)
-                if kind is not Dense and sum(p.spec.raw_nbytes for p in pending) >= self.options.message_nbytes:
+                if kind is not Dense and self._is_full(pending):
                     layouts.append(kind.lay_out(by_kind.pop(key), self.world_size))
         layouts += [kind.lay_out(pending, self.world_size) for (kind, _), pending in by_kind.items()]
         return layouts
+
+    def _is_full(self, pending: Sequence[Partition]) -> bool:
+        """Whether a message should be closed: a collective costs processor time even where its bytes cost nothing."""
+        raw = sum(partition.spec.raw_nbytes for partition in pending)
+        sent = sum(partition.aggregator.up.nbytes(partition.spec) for partition in pending)
+        return raw >= self.options.message_nbytes and 16 * sent >= self.options.message_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
         """Return the payload bytes that `rank` sends per step, if the whole model were one bucket.

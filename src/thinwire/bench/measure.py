@@ -70,8 +70,10 @@ def compute_phases(
     model: DistributedDataParallel, workload: Workload, optimizer: torch.optim.Optimizer | None, steps: int
 ) -> list[float]:
     """Median seconds of forward, backward and optimizer, all ranks running, nothing exchanged; mean over ranks."""
-    dist.barrier()
-    phases = [timed_step(model, workload, optimizer, exchange=False)[1:] for _ in range(steps)]
+    phases: list[tuple[float, ...]] = []
+    for _ in range(steps):
+        dist.barrier()  # ranks that ran ahead would leave the others more of the cores than training does
+        phases.append(timed_step(model, workload, optimizer, exchange=False)[1:])
     return mean_over_ranks([median(column) for column in zip(*phases[1:], strict=True)])
 
 

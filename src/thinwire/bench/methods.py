@@ -46,7 +46,7 @@ def bucket_cap_mb(method: str, chosen: float | None) -> float:
         return 1e6
     if chosen is not None:
         return chosen
-    return 4.0 if method.startswith("ddp") else 1.0
+    return 4.0 if method.startswith(("ddp", "topk", "onebit")) else 1.0
 
 
 def attach(
