@@ -42,15 +42,19 @@ def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     match transfer.round:
         case AllToAll(nbytes):
-            sends = transfer.send.split(list(nbytes))
-            receives = transfer.receive.split([nbytes[rank]] * world_size)
-            _exchange(sends, receives, group)
+            _exchange(_blocks(transfer.send, nbytes), _blocks(transfer.receive, [nbytes[rank]] * world_size), group)
         case AllGather(nbytes):
-            _exchange([transfer.send] * world_size, transfer.receive.split(list(nbytes)), group)
+            _exchange([transfer.send] * world_size, _blocks(transfer.receive, nbytes), group)
         case AllReduce():
             group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
+
+
+def _blocks(buffer: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
+    """Cut a buffer into its blocks, one per rank."""
+    ends = list(itertools.accumulate(nbytes))
+    return [buffer[end - size : end] for end, size in zip(ends, nbytes, strict=True)]
 
 
 def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> None:
