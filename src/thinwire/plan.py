@@ -16,6 +16,7 @@ from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
 from thinwire.spec import COMPRESSIBLE_DTYPES
+from thinwire.wire import WIRE_FORMAT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +174,7 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return all that must agree between ranks, one fact a line."""
-        facts = [f"world size {self.world_size}", f"options {self.options}"]
+        facts = [f"wire format {WIRE_FORMAT}", f"world size {self.world_size}", f"options {self.options}"]
         for param in self.params:
             info = param.info
             facts.append(f"{info.name}: shape {list(info.shape)}, {info.dtype}, {param.aggregator}")
@@ -296,6 +297,8 @@ def _resolver(
         policy = Patterns(policy)
     if isinstance(policy, Patterns):
         policy.check([info.name for info in infos])
+    elif not isinstance(policy, Aggregator) and not callable(policy):
+        raise PlanError(f"expected a recipe, an Aggregator, patterns or a function of ParamInfo, got {policy!r}")
 
     def resolve(info: ParamInfo) -> tuple[Aggregator, str]:
         if info.dtype not in COMPRESSIBLE_DTYPES:

@@ -29,6 +29,8 @@ def _refused(rank, world_size, case):
         recipe = "topk:0" if only_rank_1 else "topk:0.1"
     elif case == "policy returns nonsense":
         recipe = lambda info: "int8"  # noqa: E731
+    elif case == "no policy":
+        recipe = None
     elif case == "hooked twice":
         thinwire.attach(model, "int8")
     elif case == "not DDP":
@@ -79,6 +81,7 @@ CASES = {
     "density": (RecipeError, ["density", "1.5"], ["1.5"]),
     "density zero on rank 1": (None, ["rank 1", "density"], ["density"]),
     "policy returns nonsense": (PlanError, ["layers.0.weight", "'int8'"], ["'int8'"]),
+    "no policy": (PlanError, ["expected a recipe", "None"], ["None"]),
     "hooked twice": (AttachError, ["already has a communication hook"], ["already"]),
     "not DDP": (AttachError, ["DistributedDataParallel", "Tower"], ["Tower"]),
     "not DDP on rank 1": (None, ["rank 1", "Tower"], ["Tower"]),

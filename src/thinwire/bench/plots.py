@@ -33,7 +33,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ThinwireError("reports need matplotlib: pip install 'thinwire[demo]'") from error
+        raise ThinwireError("reports need matplotlib: pip install '.[demo]'") from error
     return matplotlib
 
 

@@ -20,7 +20,7 @@ def make_progress(settings: Settings) -> "PlainProgress | RichProgress":
         try:
             import rich  # noqa: F401
         except ModuleNotFoundError:
-            print("for live progress: pip install 'thinwire[demo]'", file=sys.stderr)
+            print("for live progress: pip install '.[demo]'", file=sys.stderr)
         else:
             return RichProgress(settings)
     return PlainProgress(settings)

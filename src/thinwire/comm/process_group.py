@@ -189,6 +189,8 @@ class OverlappedDriver:
         Returns:
             A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
         """
+        if not self._lanes:
+            raise AttachError("the link is closed: attach again, to a freshly wrapped model, to go on training")
         assert len(schedule) <= len(self._lanes), f"{len(schedule)} rounds, lanes for {len(self._lanes)}"
         ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
         with self._lock:

@@ -50,6 +50,7 @@ class _Step:
     pending: int = 0
     closed: bool = False  # the last bucket has been submitted
     last_submitted_s: float = 0.0
+    squared_norm: float = 0.0  # of the mean gradient, in steps in which it is measured
     error: BaseException | None = None
 
 
@@ -161,6 +162,8 @@ class Link:
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket; DDP's communication hook."""
         buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
         names = tuple(self._names[id(param)] for param in bucket.parameters())
         plan = self._buckets.get(names)
@@ -239,11 +242,15 @@ class Link:
 
     def _finished(self, step: _Step, waiter: _Waiter, message: Message, done: "Future[Outcome]") -> None:
         error = done.exception()
+        squared_norm = 0.0
+        if error is None and step.number % NORM_EVERY == 0:
+            squared_norm = _squared_norm(message)  # now: the memory it lies in is given back with its bucket
         if self._scaler is None:
             message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
         with self._lock:
             if error is None:
                 step.stats.add(message, done.result())
+                step.squared_norm += squared_norm
             else:
                 # At once: backward raises for the first bucket that fails, while others are still under way.
                 step.error = step.error or error
@@ -300,18 +307,19 @@ class Link:
         return None
 
     def _residual_ratio(self, step: _Step) -> float:
-        total = 0.0
-        for message in step.messages:
-            values = [block.value for block in message.blocks] if message.flat is None else [message.flat]
-            total += sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values)
-        return (self.state.squared_norm() / (total / step.loss_scale**2)) ** 0.5 if total > 0 else 0.0
+        gradient = step.squared_norm / step.loss_scale**2
+        return (self.state.squared_norm() / gradient) ** 0.5 if gradient > 0 else 0.0
 
     def _flush_loggers(self) -> None:
         with self._lock:
             unlogged, self._unlogged = self._unlogged, None
         if unlogged is not None:
-            for logger in self._loggers:
-                logger.write(unlogged[0], unlogged[1].as_dict())
+            for logger in list(self._loggers):
+                try:
+                    logger.write(unlogged[0], unlogged[1].as_dict())
+                except Exception:  # a full disk on rank 0 must not leave the other ranks waiting in an exchange
+                    logging.getLogger("thinwire").exception("a logger failed and is dropped: %r", logger)
+                    self._loggers.remove(logger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +349,11 @@ class _Finish:
             self.link.error = self.link.error or error
             if not self.waiter.future.done():
                 self.waiter.future.set_result(error)
+
+
+def _squared_norm(message: Message) -> float:
+    values = [block.value for block in message.blocks] if message.flat is None else [message.flat]
+    return sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values)
 
 
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:

@@ -51,7 +51,7 @@ class DigitsWorkload(Workload):
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as error:
-            raise ThinwireError("the digits workload needs scikit-learn: pip install 'thinwire[demo]'") from error
+            raise ThinwireError("the digits workload needs scikit-learn: pip install '.[demo]'") from error
         images, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self.images = (torch.from_numpy(images).float() / 16)[order].view(-1, 1, 8, 8)
