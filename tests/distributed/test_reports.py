@@ -188,3 +188,39 @@ def _attach_after_hook(rank, world_size):
 
 def test_attach_after_another_hook_is_refused(ranks):
     ranks(2).run(_attach_after_hook)
+
+
+# --- what must not stop or spoil a run ------------------------------------------------------------------------------
+
+
+class _FullDisk:
+    def write(self, step, values):
+        raise OSError("no space left on device")
+
+
+def _with_a_logger_that_raises(rank, world_size):
+    logging.getLogger("thinwire").setLevel(logging.CRITICAL)
+    model = DDP(seeded(Tower))
+    with attached(model, "int8", loggers=[_FullDisk()]) as link:
+        train(model, rank, range(3))
+        logging.getLogger("thinwire").setLevel(logging.NOTSET)
+        return link.stats()["steps"]
+
+
+def test_a_logger_that_raises_is_dropped(ranks):
+    assert ranks(2).run(_with_a_logger_that_raises) == [3, 3]
+
+
+def _ratio(rank, world_size, dtype):
+    """Several small buckets of another dtype: each buffer is given back and taken again before the step ends."""
+    model = DDP(seeded(Tower).to(dtype), bucket_cap_mb=0.01)
+    with attached(model, "onebit") as link:
+        loss(model, batch(rank, 0).to(dtype)).backward()
+        squared = sum(float(p.grad.float().norm()) ** 2 for p in model.parameters())
+        return link.stats()["residual_ratio"], (link.state.squared_norm() / squared) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_ratio_is_of_this_step(ranks, dtype):
+    for ratio, expected in ranks(2).run(_ratio, dtype):
+        assert ratio == pytest.approx(expected, rel=0.02)
