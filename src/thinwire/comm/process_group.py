@@ -120,7 +120,7 @@ def _timed(transfer: Transfer, group: dist.ProcessGroup, rank: int, outcome: Out
     outcome.num_collectives += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """One exchange on its way through the lanes. Touched by one thread at a time: a pool thread, then a lane, ..."""
 
@@ -165,6 +165,7 @@ class OverlappedDriver:
         self._depth = depth
         self._lock = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
+        self._open: set[_Ticket] = set()  # submitted and not done
         self._under_way = 0
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
@@ -202,6 +203,7 @@ class OverlappedDriver:
                 lane = self._lanes[position][turn % len(self._lanes[position])]
                 lane.submit(functools.partial(self._run_round, ticket, position, lane.group))
             self._waiting.append(ticket)
+            self._open.add(ticket)
         self._start_waiting()
         return ticket.done
 
@@ -230,7 +232,7 @@ class OverlappedDriver:
             expected = ticket.schedule[ticket.position] if ticket.position < len(ticket.schedule) else None
             check_round(None if transfer is None else transfer.round, expected, ticket.position, self.rank)
         except BaseException as error:
-            self._fail(error, ticket)
+            self._fail(error)
             return
         if transfer is not None:
             ticket.transfer = transfer
@@ -239,6 +241,7 @@ class OverlappedDriver:
         ticket.outcome.finished_s = time.perf_counter()
         with self._lock:
             self._under_way -= 1
+            self._open.discard(ticket)
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
@@ -253,21 +256,28 @@ class OverlappedDriver:
         try:
             _timed(transfer, group, self.rank, ticket.outcome)
         except BaseException as error:
-            self._fail(self._liveness.explain(error), ticket)
+            self._fail(self._liveness.explain(error))
             return
+        if self._error is not None:
+            return  # settled meanwhile: what this round brought is of no use
         ticket.position += 1
         self._pool.submit(self._advance, ticket)
 
-    def _fail(self, error: BaseException, ticket: _Ticket) -> None:
-        """Fail this exchange and all that are queued, wherever they wait."""
+    def _fail(self, error: BaseException) -> None:
+        """Fail every exchange that is not done, those on the wire too.
+
+        A peer may have given up the round that one of them waits for while it lives itself; its connections close when
+        its program ends, and for that `backward` must raise there, and here.
+        """
         with self._lock:
             if self._error is None:
                 self._error = error
             error = self._error
-            waiting = list(self._waiting)
+            failed = list(self._open)
+            self._open.clear()
             self._waiting.clear()
-        for failed in (ticket, *waiting):
-            self._settle(failed, error)
+        for ticket in failed:
+            self._settle(ticket, error)
 
     @staticmethod
     def _settle(ticket: _Ticket, error: BaseException) -> None:
