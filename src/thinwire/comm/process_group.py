@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -34,6 +35,7 @@ from thinwire.errors import AttachError
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
 
+LEAVE_S = 0.5  # for a lane to end, after an error
 SMALL_NBYTES = 8192  # below this a block costs more in waiting than in bytes
 
 
@@ -171,8 +173,8 @@ class OverlappedDriver:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         ranks = dist.get_process_group_ranks(group)
         store = own_store(ranks, self.rank)
-        self._liveness = Liveness(store, ranks, self.rank)
-        self._num_submitted = 0
+        self._liveness = Liveness(store, ranks, self.rank, self._fail)
+        weakref.finalize(self, self._liveness.stop)  # its thread would keep it, were the driver dropped unclosed
         self._lanes = [
             [
                 Lane(
@@ -198,7 +200,8 @@ class OverlappedDriver:
             if self._error is not None:
                 ticket.done.set_exception(self._error)
                 return ticket.done
-            turn, self._num_submitted = self._num_submitted, self._num_submitted + 1
+            turn = self._liveness.begun
+            self._liveness.begun += 1
             for position in range(len(schedule)):
                 lane = self._lanes[position][turn % len(self._lanes[position])]
                 lane.submit(functools.partial(self._run_round, ticket, position, lane.group))
@@ -213,10 +216,14 @@ class OverlappedDriver:
         return self._lanes[0][0].group
 
     def close(self) -> None:
-        """Stop the threads and leave the process groups, once all submitted exchanges are done."""
+        """Stop the threads and leave the process groups, once all submitted exchanges are done.
+
+        After an error a lane may be waiting for a peer that gave up: it is left behind, to end with its connections.
+        """
         for lane in itertools.chain.from_iterable(self._lanes):
-            lane.close()
+            lane.close(None if self._error is None else LEAVE_S)
         self._pool.shutdown()
+        self._liveness.close()
         self._lanes.clear()
 
     def _start_waiting(self) -> None:
