@@ -125,8 +125,7 @@ class Training:
         self.model.train()
         # Right after the training it is compared with: machines grow slower and faster. The model is not used again.
         phases = measure.compute_phases(self.model, self.workload, self.optimizer, COMPUTE_STEPS)
-        # A link stays open until the process ends: torch would give the names of its process groups to the next link's,
-        # which then finds old addresses in the store.
+        # The link stays open until the process ends: the model's hook still refers to it.
         if dist.get_rank() != 0:
             return None
 
