@@ -63,7 +63,7 @@ class PlanOptions:
     """
 
     partition_numel: int = 65536
-    message_nbytes: int = 1 << 20
+    message_nbytes: int = 1 << 22
     min_nbytes: int = 1 << 16
     compress_1d: bool = False
     seed: int = 0

@@ -16,6 +16,7 @@ from thinwire.errors import LabError
 from thinwire.lab import Lab, Loopback, clean, open_network
 from thinwire.lab.counters import parse_counters
 from thinwire.lab.linux import namespace_of, processes
+from thinwire.lab.network import share_of_cores
 
 pytestmark = pytest.mark.lab
 
@@ -115,6 +116,30 @@ def test_every_rank_gets_torchruns_environment():
             assert got[name] == interfaces[node]
         assert got["MASTER_ADDR"] == seen[0]["MASTER_ADDR"]
         assert int(got["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.parametrize("share_cores", [True, False])
+def test_every_host_keeps_to_its_share_of_the_cores(share_cores):
+    seen = {}
+    ours = os.sched_getaffinity(0)
+    program = "import os; print(*os.sched_getaffinity(0))"
+    with Lab(nodes=2 * len(ours)) as lab:
+        run = lab.start(
+            [sys.executable, "-c", program],
+            on_line=lambda rank, line: seen.__setitem__(rank, {int(word) for word in line.split()}),
+            share_cores=share_cores,
+        )
+        assert run.wait(30).ok
+    assert os.sched_getaffinity(0) == ours
+    for rank in range(2 * len(ours)):
+        assert seen[rank] == ({sorted(ours)[rank % len(ours)]} if share_cores else ours)
+
+
+def test_shares_of_cores_are_even_or_not_made():
+    assert [share_of_cores(node, 4, [3, 5]) for node in range(4)] == [{3}, {5}, {3}, {5}]
+    assert [share_of_cores(node, 2, range(8)) for node in range(2)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert share_of_cores(0, 3, [0, 1]) is None
+    assert share_of_cores(0, 2, [0, 1, 2]) is None
 
 
 def test_output_is_printed_with_the_ranks_number(capfd):

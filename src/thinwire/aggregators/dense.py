@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.aggregators.base import MEAN, Aggregator, Message, MessageLayout, Partition
+from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
+from thinwire.aggregators.message import MEAN, Message
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import RecipeError

@@ -3,17 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thinwire.aggregators.base import (
-    MEAN,
-    Aggregator,
-    Message,
-    MessageLayout,
-    Partition,
-    header_nbytes,
-    read_header,
-    write_header,
-)
+from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback
+from thinwire.aggregators.header import header_nbytes
+from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity
 from thinwire.feedback import ErrorFeedback
@@ -75,31 +68,27 @@ class Gather(Aggregator):
         layout, world_size = message.layout, message.layout.world_size
         (gather,) = layout.rounds
         assert isinstance(gather, AllGather)
-        partitions = layout.partitions
-        every = range(len(partitions))
+        if not message.sections:
+            message.sections = (Section(range(len(layout.partitions)), layout.up),)
+        (section,) = message.sections
         nbytes = gather.nbytes[message.rank]
-        spans = [(layout.up[i], layout.up[i] + p.aggregator.up.nbytes(p.spec)) for i, p in enumerate(partitions)]
 
         own = message.buffers.take(nbytes)
         gathered = message.buffers.take(world_size * nbytes)
-        bad = message.encode(every, [own[start:stop] for start, stop in spans])
-        used = {block.partition.name for block in message.blocks if block.used}
-        write_header(own[: layout.header_nbytes], layout.names, used, {partitions[i].name for i in bad})
+        bad = message.encode(section, own)
+        message.write_header(own[: layout.header_nbytes], bad, used=True)
         yield Transfer(gather, own, gathered)
         message.buffers.give(own)
 
-        sources = [gathered[s * nbytes : (s + 1) * nbytes] for s in range(world_size)]
-        message.unused = set(layout.names)
-        for source, data in enumerate(sources):
-            used, nonfinite = read_header(data, layout.names)
-            message.unused -= used
-            message.nonfinite |= {(source, name) for name in nonfinite}
+        sources = gathered.split(nbytes)
+        message.read_headers(sources)
         if not message.nonfinite:
             for source, data in enumerate(sources):
-                message.decode(every, [data[start:stop] for start, stop in spans], accumulate=source > 0)
+                message.decode(section, data, accumulate=source > 0)
             # Equal on all ranks, since all form the same sum: the sum may overflow where no contribution did.
             values = [block.value.div_(world_size) for block in message.blocks]
             finite = active().all_finite(values, threads=message.threads)
-            message.nonfinite = {(MEAN, partitions[i].name) for i, ok in enumerate(finite) if not ok}
+            pairs = zip(layout.partitions, finite, strict=True)
+            message.nonfinite = {(MEAN, partition.name) for partition, ok in pairs if not ok}
         message.buffers.give(gathered)
         message.finish()

@@ -1,19 +1,13 @@
 """Two-way compressed exchange through owners: all-to-all of C(g + e), then all-gather of the owners' C(mean + e')."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.aggregators.base import (
-    MEAN,
-    Aggregator,
-    Message,
-    MessageLayout,
-    Partition,
-    header_nbytes,
-    read_header,
-    write_header,
-)
+from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback
+from thinwire.aggregators.header import header_nbytes
+from thinwire.aggregators.message import Message, Section
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
 from thinwire.compressors import Compressor
 from thinwire.feedback import ErrorFeedback
@@ -92,55 +86,54 @@ class TwoShot(Aggregator):
         push, pull = layout.rounds
         assert isinstance(push, AllToAll)
         assert isinstance(pull, AllGather)
-        partitions, header = layout.partitions, layout.header_nbytes
-        every = range(len(partitions))
-        owned = [i for i in every if partitions[i].owner == rank]
-        up_nbytes = [p.aggregator.up.nbytes(p.spec) for p in partitions]
-        down_nbytes = [p.aggregator.down.nbytes(p.spec) for p in partitions]
+        if not message.sections:
+            message.sections = _sections(layout, push, pull, rank)
+        all_up, own_up, own_down, all_down = message.sections
+        buffers, header = message.buffers, layout.header_nbytes
 
         # Up: C(g + e) to the owners. Every block, also to ranks that own nothing here, carries the header.
-        starts = [sum(push.nbytes[:d]) for d in range(world_size)]
-        send = message.buffers.take(sum(push.nbytes))
-        received = message.buffers.take(world_size * push.nbytes[rank])
-        places = [starts[partitions[i].owner] + layout.up[i] for i in every]
-        bad = message.encode(every, [send[places[i] : places[i] + up_nbytes[i]] for i in every])
-        used = {block.partition.name for block in message.blocks if block.used}
-        for start in starts:
-            write_header(send[start : start + header], layout.names, used, {partitions[i].name for i in bad})
+        send = buffers.take(sum(push.nbytes))
+        received = buffers.take(world_size * push.nbytes[rank])
+        bad = message.encode(all_up, send)
+        for block in send.split(push.nbytes):
+            message.write_header(block[:header], bad, used=True)
         yield Transfer(push, send, received)
-        message.buffers.give(send)
+        buffers.give(send)
 
         # Mean, in rank order, into the values of the partitions owned here: they have been sent.
-        block_nbytes = push.nbytes[rank]
-        sources = [received[s * block_nbytes : (s + 1) * block_nbytes] for s in range(world_size)]
-        message.unused = set(layout.names)
-        for source, data in enumerate(sources):
-            used, nonfinite = read_header(data, layout.names)
-            message.unused -= used
-            message.nonfinite |= {(source, name) for name in nonfinite}
-        own = message.buffers.take(pull.nbytes[rank])
-        gathered = message.buffers.take(sum(pull.nbytes))
-        bad = []
+        sources = received.split(push.nbytes[rank])
+        message.read_headers(sources)
+        own = buffers.take(pull.nbytes[rank])
+        gathered = buffers.take(sum(pull.nbytes))
+        bad = set[str]()
         if not message.nonfinite:
             for source, data in enumerate(sources):
-                pieces = [data[layout.up[i] : layout.up[i] + up_nbytes[i]] for i in owned]
-                message.decode(owned, pieces, accumulate=source > 0)
-            for i in owned:
-                message.blocks[i].value.div_(world_size)
-            outs = [own[layout.down[i] : layout.down[i] + down_nbytes[i]] for i in owned]
-            bad = message.encode(owned, outs, down=True)
-        write_header(own[:header], layout.names, set(), {partitions[i].name for i in bad})
-        message.buffers.give(received)
+                message.decode(own_up, data, accumulate=source > 0)
+            for place in own_up.places:
+                message.blocks[place].value.div_(world_size)
+            bad = message.encode(own_down, own)
+        message.write_header(own[:header], bad, used=False)
+        buffers.give(received)
         yield Transfer(pull, own, gathered)
-        message.buffers.give(own)
+        buffers.give(own)
 
         # Down: everyone, the owner included, decodes the same bytes.
-        starts = [sum(pull.nbytes[:s]) for s in range(world_size)]
-        for start in starts:
-            _, nonfinite = read_header(gathered[start : start + header], layout.names)
-            message.nonfinite |= {(MEAN, name) for name in nonfinite}
+        message.read_mean_headers(gathered.split(pull.nbytes))
         if not message.nonfinite:
-            places = [starts[partitions[i].owner] + layout.down[i] for i in every]
-            message.decode(every, [gathered[places[i] : places[i] + down_nbytes[i]] for i in every], down=True)
-        message.buffers.give(gathered)
+            message.decode(all_down, gathered)
+        buffers.give(gathered)
         message.finish()
+
+
+def _sections(layout: MessageLayout, push: AllToAll, pull: AllGather, rank: int) -> tuple[Section, ...]:
+    """Where blocks lie: in what is sent to the owners, what comes from one rank, one's own means, everyone's means."""
+    owners = [partition.owner for partition in layout.partitions]
+    every = range(len(owners))
+    own = [place for place in every if owners[place] == rank]
+    up_starts, down_starts = (list(itertools.accumulate(r.nbytes, initial=0)) for r in (push, pull))
+    return (
+        Section(every, [up_starts[owners[i]] + layout.up[i] for i in every]),
+        Section(own, [layout.up[i] for i in own]),
+        Section(own, [layout.down[i] for i in own], down=True),
+        Section(every, [down_starts[owners[i]] + layout.down[i] for i in every], down=True),
+    )

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bench.arithmetic import ring_nbytes
 
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
+FAST_BPS = 500e6  # from here on processor time decides, not the wire
 _POWERSGD_MIN_COMPRESSION = 2  # torch's default: a matrix that would shrink less than this is sent whole
 
 
@@ -35,18 +36,23 @@ class Attached:
     start_step: int = 0
 
 
-def bucket_cap_mb(method: str, chosen: float | None) -> float:
-    """DDP's bucket size for a method: ``chosen``, or with None the size that does best in the lab on slow links.
+def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> float:
+    """DDP's bucket size for a method: ``chosen``, or with None the size that does best in the lab at this rate.
 
-    Small buckets fill the wire early; each collective also costs processor time. PyTorch's PowerSGD hook hangs on gloo
-    as soon as there is a second bucket, because it waits for collectives inside another collective's callback: it
-    always gets one bucket.
+    Small buckets fill the wire early; each also costs processor time. The slower the wire and the more a method sends,
+    the smaller the best ones. PyTorch's PowerSGD hook hangs on gloo as soon as there is a second bucket, because it
+    waits for collectives inside another collective's callback: it always gets one bucket.
     """
     if method.startswith("ddp-powersgd"):
         return 1e6
     if chosen is not None:
         return chosen
-    return 4.0 if method.startswith(("ddp", "topk", "onebit")) else 1.0
+    if method.startswith("ddp"):
+        return 4.0
+    fast, few_bytes = rate_bps is None or rate_bps >= FAST_BPS, method.startswith(("topk", "onebit"))
+    if few_bytes:
+        return 25.0 if fast else 8.0
+    return 8.0 if fast else 1.0
 
 
 def attach(

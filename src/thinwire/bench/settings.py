@@ -34,6 +34,7 @@ class Settings:
         seeds: repeat everything for seeds 0 to ``seeds`` - 1.
         bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
         start_after: steps that thinwire's recipes first exchange dense.
+        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum).
         compute_s: of forward plus backward in a replay; None takes the model's default.
     """
 
@@ -47,6 +48,7 @@ class Settings:
     seeds: int = 1
     bucket_cap_mb: float | None = None
     start_after: int = 0
+    optimizer: str = "adamw"
     compute_s: float | None = None
 
     def save(self, path: Path) -> None:

@@ -21,6 +21,7 @@ from thinwire.bench import measure, methods
 from thinwire.bench.settings import Settings
 from thinwire.bench.workloads import Workload, make_workload
 from thinwire.kernels import backend
+from thinwire.lab.units import parse_rate
 
 COMPUTE_STEPS = 5
 MIN_STEPS = measure.WARM_UP_STEPS + 2
@@ -39,7 +40,7 @@ class Training:
 
     def __init__(self, settings: Settings, workload: Workload, method: str, seed: int):
         self.settings, self.workload, self.method, self.seed = settings, workload, method, seed
-        self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb)
+        self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb, parse_rate(settings.rate))
         self.model = wrap(workload, seed, self.bucket_cap_mb)
         self.optimizer = workload.optimizer(self.model.parameters())
         self.attached = methods.attach(method, self.model, self.optimizer, settings.start_after)

@@ -41,6 +41,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-after", type=int, default=0, help="dense steps before thinwire compresses (default: 0)"
     )
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd is with momentum (default: adamw)"
+    )
     parser.add_argument("--compute", type=positive, help="seconds of forward plus backward in a replay")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         seeds=args.seeds,
         bucket_cap_mb=args.bucket_cap_mb,
         start_after=args.start_after,
+        optimizer=args.optimizer,
         compute_s=args.compute,
     )
     return run_settings(settings, json_file=args.json, report=args.report)

@@ -52,6 +52,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add(
         "--grace", type=_argument(parse_duration), default=10.0, metavar="TIME", help="for the others when a rank fails"
     )
+    add("--all-cores", action="store_true", help="let every rank run on every core instead of its host's share of them")
     add("--timeout", type=_argument(parse_duration), metavar="TIME", help="end everything after this time")
     add("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     add("--clean", action="store_true", help="end what labs that were killed left behind, and exit")
@@ -99,7 +100,7 @@ def _run_in_lab(args: argparse.Namespace, argv: list[str], out: Any) -> tuple[La
             out.write(f"[rank {rank}] {line}\n")
             out.flush()
 
-        run = lab.start(argv, on_line=on_line, grace_s=args.grace)
+        run = lab.start(argv, on_line=on_line, grace_s=args.grace, share_cores=not args.all_cores)
         for timer in timers:
             timer.daemon = True
             timer.start()

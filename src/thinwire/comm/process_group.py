@@ -44,19 +44,13 @@ def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     match transfer.round:
         case AllToAll(nbytes):
-            _exchange(_blocks(transfer.send, nbytes), _blocks(transfer.receive, [nbytes[rank]] * world_size), group)
+            _exchange(transfer.send.split(nbytes), transfer.receive.split([nbytes[rank]] * world_size), group)
         case AllGather(nbytes):
-            _exchange([transfer.send] * world_size, _blocks(transfer.receive, nbytes), group)
+            _exchange([transfer.send] * world_size, transfer.receive.split(nbytes), group)
         case AllReduce():
             group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
-
-
-def _blocks(buffer: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
-    """Cut a buffer into its blocks, one per rank."""
-    ends = list(itertools.accumulate(nbytes))
-    return [buffer[end - size : end] for end, size in zip(ends, nbytes, strict=True)]
 
 
 def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -64,7 +58,8 @@ def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.P
 
     In shift order: at distance i a rank sends to rank + i and waits for rank - i, so that every link carries about one
     flow at a time. All at once, as gloo's own all-to-all does it, flows share links unevenly and the slowest decides:
-    four hosts at 100 Mbit/s then fill little more than half of the wire.
+    four hosts at 100 Mbit/s then fill little more than half of the wire. Gloo's collectives also run in a thread of
+    gloo's own, which may be the last to hold our tensors when the interpreter is gone, and then aborts the program.
     """
     rank, world_size = group.rank(), group.size()
     receives[rank].copy_(sends[rank])

@@ -8,7 +8,7 @@ when `backward` returns.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Dense, Message, MessageLayout
+from thinwire.aggregators import MEAN, Block, BufferPool, Dense, Message
 from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.errors import NonFiniteError
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
@@ -55,11 +55,22 @@ class _Step:
 
 
 @dataclass(slots=True)
-class _Waiter:
-    """One bucket whose messages are under way."""
+class _Bucket:
+    """One of DDP's buckets, as long as DDP keeps it: after the first step DDP makes others."""
 
+    names: tuple[str, ...]
     buffer: Tensor
-    work: Tensor | None  # the float32 copy that messages work on, where the bucket is of another dtype
+    plan: BucketPlan
+    work: Tensor  # float32, what messages work on: the buffer itself, or a copy where it is of another dtype
+    messages: list[Message]
+    waiter: "_Waiter | None" = None  # of the last step
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """The messages of one bucket in one step."""
+
+    bucket: _Bucket
     future: "torch.futures.Future[Any]"
     pending: int
 
@@ -102,7 +113,7 @@ class Link:
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
         self._buffers = BufferPool()
-        self._buckets: dict[tuple[str, ...], BucketPlan] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._totals = Totals()
         self._step: _Step | None = None
         self._lock = threading.Lock()
@@ -117,18 +128,21 @@ class Link:
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
         """Return per-step means since attach (or the last reset), and what stayed dense and why.
 
-        See `StepStats` for the numbers; besides: `steps`, `skipped_steps`, `work_nbytes` (pooled work memory),
+        See `StepStats` for the numbers; besides: `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
+        undo copies, and the float32 copies of buckets of another dtype),
         `residual_nbytes`, and `dense`, a map from parameter name to the reason.
         """
         with self._lock:
             totals = self._totals
             if reset:
                 self._totals = Totals(totals.last)
+        kept = list(self._buckets.values())
+        copies = sum(bucket.work.nbytes for bucket in kept if bucket.work is not bucket.buffer)
         return {
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
             **totals.means(),
-            "work_nbytes": self._buffers.allocated_nbytes,
+            "work_nbytes": self._buffers.allocated_nbytes + copies,
             "residual_nbytes": self.state.nbytes,
             "dense": {param.info.name: param.reason for param in self.plan.params if param.reason},
         }
@@ -161,28 +175,21 @@ class Link:
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket; DDP's communication hook."""
-        buffer = bucket.buffer()
         if bucket.index() == 0:
             self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
-        names = tuple(self._names[id(param)] for param in bucket.parameters())
-        plan = self._buckets.get(names)
-        if plan is None:
-            plan = self._buckets[names] = plan_bucket(self.plan, names, buffer)
-        raw: torch.futures.Future[Any] = torch.futures.Future()
-        warming_up = step.number < self._start_after
-        if warming_up or plan.is_dense:
-            layout = plan.dense if warming_up else plan.layouts[0]
-            work = None
-            messages = [Message(layout, [], self.rank, flat=buffer, buffers=self._buffers)]
+        ours = self._bucket(bucket)
+        if step.number < self._start_after or ours.plan.is_dense:
+            layout = ours.plan.dense if step.number < self._start_after else ours.plan.layouts[0]
+            messages = [Message(layout, [], self.rank, flat=ours.buffer, buffers=self._buffers)]
         else:
-            work = self._float32_copy(buffer)
-            values = buffer if work is None else work
-            messages = [
-                self._message(step, layout, values, starts)
-                for layout, starts in zip(plan.layouts, plan.starts, strict=True)
-            ]
-        waiter = _Waiter(buffer, work, raw, pending=len(messages))
+            if ours.work is not ours.buffer:
+                ours.work.copy_(ours.buffer)
+            messages = ours.messages
+            for message in messages:
+                self._begin_message(step, message)
+        raw: torch.futures.Future[Any] = torch.futures.Future()
+        waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
         with self._lock:
             step.pending += len(messages)
             step.messages += messages
@@ -199,6 +206,40 @@ class Link:
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 
+    def _bucket(self, bucket: dist.GradBucket) -> _Bucket:
+        """Return what is kept of a bucket, made anew where DDP has other ones, or the last step is still under way."""
+        index, buffer = bucket.index(), bucket.buffer()
+        names = tuple(self._names[id(param)] for param in bucket.parameters())
+        ours = self._buckets.get(index)
+        if (
+            ours is None
+            or ours.names != names
+            or ours.buffer.data_ptr() != buffer.data_ptr()  # ours is kept, so that no other can lie at its address
+            or (ours.waiter is not None and ours.waiter.pending > 0)
+        ):
+            plan = plan_bucket(self.plan, names, buffer)
+            work = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
+            messages = [] if plan.is_dense else self._messages(plan, work)
+            ours = self._buckets[index] = _Bucket(names, buffer, plan, work, messages)
+        if bucket.is_last():
+            self._buckets = {i: kept for i, kept in self._buckets.items() if i <= index}
+        return ours
+
+    def _messages(self, plan: BucketPlan, work: Tensor) -> list[Message]:
+        return [
+            Message(
+                layout,
+                [
+                    Block(p, work[at : at + p.numel], self.state.residual(p), self.state.owner_residual(p))
+                    for p, at in zip(layout.partitions, starts, strict=True)
+                ],
+                self.rank,
+                threads=self._threads,
+                buffers=self._buffers,
+            )
+            for layout, starts in zip(plan.layouts, plan.starts, strict=True)
+        ]
+
     def _begin_step(self) -> _Step:
         self._flush_loggers()
         step = _Step(self.state.step)
@@ -212,31 +253,20 @@ class Link:
         self._step = step
         return step
 
-    def _message(self, step: _Step, layout: MessageLayout, values: Tensor, starts: Iterable[int]) -> Message:
-        blocks: list[Block] = []
-        for partition, start in zip(layout.partitions, starts, strict=True):
-            feedback = partition.aggregator.feedback
-            block = Block(partition, values[start : start + partition.numel])
+    def _begin_message(self, step: _Step, message: Message) -> None:
+        message.begin(step.number)
+        for block in message.blocks:
+            name, feedback = block.partition.name, block.partition.aggregator.feedback
             if feedback is not None:
-                lr = step.learning_rates.get(partition.name, 1.0)
+                lr = step.learning_rates.get(name, 1.0)
                 block.unit_ratio = feedback.unit_ratio(
                     lr=lr,
-                    last_lr=self.state.learning_rates.get(partition.name, lr),
+                    last_lr=self.state.learning_rates.get(name, lr),
                     loss_scale=step.loss_scale,
                     last_loss_scale=self.state.loss_scale,
                 )
                 block.residual_scale = feedback.decay * block.unit_ratio
-                block.residual = self.state.residual(partition)
-                block.owner_residual = self.state.owner_residual(partition)
-            block.used = self._used is None or partition.name in self._used
-            blocks.append(block)
-        return Message(layout, blocks, self.rank, step.number, self._threads, self._buffers)
-
-    def _float32_copy(self, buffer: Tensor) -> Tensor | None:
-        if buffer.dtype == torch.float32:
-            return None
-        work = self._buffers.take(buffer.numel() * 4).view(torch.float32)
-        return work.copy_(buffer)
+            block.used = self._used is None or name in self._used
 
     # --- when messages are done (driver threads) --------------------------------------------------------------------
 
@@ -262,10 +292,10 @@ class Link:
         if step_done:
             self._end_step(step)
         if bucket_done:
-            if waiter.work is not None:
-                waiter.buffer.copy_(waiter.work)
-                self._buffers.give(waiter.work)
-            waiter.future.set_result(step.error or waiter.buffer)
+            bucket = waiter.bucket
+            if message.flat is None and bucket.work is not bucket.buffer:
+                bucket.buffer.copy_(bucket.work)
+            waiter.future.set_result(step.error or bucket.buffer)
 
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""

@@ -11,7 +11,9 @@ import types
 import warnings
 
 from thinwire.errors import ThinwireError
+from thinwire.kernels.jobs import DecodeBatch as DecodeBatch
 from thinwire.kernels.jobs import DecodeJob as DecodeJob
+from thinwire.kernels.jobs import EncodeBatch as EncodeBatch
 from thinwire.kernels.jobs import EncodeJob as EncodeJob
 
 

@@ -7,19 +7,35 @@ released, on `threads` threads that end with the call. The result does not depen
 import struct
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire import _native
 from thinwire.errors import WireError
-from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 
 # The structs of csrc/jobs.h.
 _ENCODE_JOB = struct.Struct("<7Q2IfI")
 _DECODE_JOB = struct.Struct("<3Qf3I")
 _FINITE_JOB = struct.Struct("<2Q")
+# The same as arrays, for batches: names for the fields that move.
+_ENCODE_TABLE = np.dtype(
+    [
+        ("", "<u8", 2),
+        ("out", "<u8"),
+        ("", "<u8", 4),
+        ("step", "<u4"),
+        ("", "<u4"),
+        ("residual_scale", "<f4"),
+        ("", "<u4"),
+    ]
+)
+_DECODE_TABLE = np.dtype([("data", "<u8"), ("", "<u8", 2), ("alpha", "<f4"), ("accumulate", "<u4"), ("", "<u4", 2)])
+assert _ENCODE_TABLE.itemsize == _ENCODE_JOB.size
+assert _DECODE_TABLE.itemsize == _DECODE_JOB.size
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
@@ -58,6 +74,16 @@ def _pack_encode(
     jobs: Sequence[EncodeJob], payload_nbytes: Callable[[int, int], int], k: Sequence[int] | None = None
 ) -> bytes:
     """Check the jobs and pack them. `payload_nbytes(n, k)` is how many bytes the kernel will write."""
+    if isinstance(jobs, EncodeBatch):
+        table = jobs.places.packed
+        if table is None:
+            table = jobs.places.packed = _table(_pack_encode(list(jobs), payload_nbytes, k), _ENCODE_TABLE)
+        assert jobs.out is not None
+        _check(jobs.out, torch.uint8, "out")
+        table["out"] = jobs.places.starts + np.uint64(jobs.out.data_ptr())
+        table["step"] = jobs.step & _MASK32
+        table["residual_scale"] = jobs.residual_scales
+        return table.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
     for (x, out, residual, residual_scale, key), num_kept in pairs:
@@ -94,6 +120,16 @@ def _pack_encode(
 def _pack_decode(
     jobs: Sequence[DecodeJob], payload_nbytes: Callable[[int, int], int], k: Sequence[int] | None = None
 ) -> bytes:
+    if isinstance(jobs, DecodeBatch):
+        table = jobs.places.packed
+        if table is None:
+            table = jobs.places.packed = _table(_pack_decode(list(jobs), payload_nbytes, k), _DECODE_TABLE)
+        assert jobs.data is not None
+        _check(jobs.data, torch.uint8, "data")
+        table["data"] = jobs.places.starts + np.uint64(jobs.data.data_ptr())
+        table["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
+        table["accumulate"] = jobs.alpha is not None
+        return table.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
     for (data, out, alpha), num_kept in pairs:
@@ -110,6 +146,15 @@ def _pack_decode(
             _DECODE_JOB.pack(data.data_ptr(), out.data_ptr(), n, 0.0 if replace else alpha, not replace, num_kept, 0)
         )
     return b"".join(packed)
+
+
+def _table(packed: bytes, dtype: np.dtype[Any]) -> "np.ndarray[Any, Any]":
+    return np.frombuffer(bytearray(packed), dtype=dtype)
+
+
+def _is_packed(jobs: Sequence[EncodeJob] | Sequence[DecodeJob]) -> bool:
+    """Whether these jobs were checked and packed before, so that only what moved is new."""
+    return isinstance(jobs, EncodeBatch | DecodeBatch) and jobs.places.packed is not None
 
 
 def _flags(finite: bytes) -> list[bool]:
@@ -161,7 +206,7 @@ def encode_block_quant(
     """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
     _check_threads(threads)
     _check_block_quant(bits, block)
-    if stochastic:
+    if stochastic and not _is_packed(jobs):
         assert all(job.key is not None for job in jobs), "stochastic rounding needs a key"
     packed = _pack_encode(jobs, _block_quant_nbytes(bits, block))
     return _flags(_native.encode_block_quant(packed, bits, block, stochastic, threads))
@@ -196,20 +241,21 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
 # --- top-k ----------------------------------------------------------------------------------------------------------
 
 
-def _top_k_number(dtype: torch.dtype, lengths: Sequence[int]) -> int:
+def _check_top_k(k: Sequence[int], lengths: Sequence[int]) -> None:
     longest = max(lengths, default=0)
     if longest > _TOP_K_MAX:
         raise ValueError(f"top-k: expected at most {_TOP_K_MAX} elements (16-bit indices), got {longest}")
-    return _number(dtype, (torch.float32, torch.float16))
+    for num_kept, length in zip(k, lengths, strict=True):
+        if not 0 <= num_kept <= length:
+            raise ValueError(f"top-k: expected k between 0 and {length}, got {num_kept}")
 
 
 def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
     """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index."""
     _check_threads(threads)
-    number = _top_k_number(dtype, [job.x.numel() for job in jobs])
-    for job, num_kept in zip(jobs, k, strict=True):
-        if not 0 <= num_kept <= job.x.numel():
-            raise ValueError(f"top-k: expected k between 0 and {job.x.numel()}, got {num_kept}")
+    number = _number(dtype, (torch.float32, torch.float16))
+    if not _is_packed(jobs):
+        _check_top_k(k, [job.x.numel() for job in jobs])
     packed = _pack_encode(jobs, lambda _, kept: kept * (dtype.itemsize + 2), k)
     return _flags(_native.encode_top_k(packed, number, threads))
 
@@ -221,9 +267,9 @@ def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dt
         WireError: an index is out of range or out of order, in any job. Nothing was written.
     """
     _check_threads(threads)
-    number = _top_k_number(dtype, [job.out.numel() for job in jobs])
-    if any(num_kept < 0 for num_kept in k):
-        raise ValueError(f"top-k: expected k of at least 0, got {min(k)}")
+    number = _number(dtype, (torch.float32, torch.float16))
+    if not _is_packed(jobs):
+        _check_top_k(k, [job.out.numel() for job in jobs])
     packed = _pack_decode(jobs, lambda _, kept: kept * (dtype.itemsize + 2), k)
     bad = _native.decode_top_k(packed, number, threads)
     if bad is not None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -52,8 +52,12 @@ class Network(ABC):
         on_line: OnLine | None = None,
         cwd: str | os.PathLike[str] | None = None,
         grace_s: float = 10.0,
+        share_cores: bool = True,
     ) -> Run:
         """Start a program on every rank, with the environment that ``torchrun`` gives.
+
+        Every node gets the same share of this machine's cores and keeps to it, as hosts do: left to the scheduler,
+        ranks drift apart within a step, and an exchange waits for the last one.
 
         Args:
             argv: program and arguments, the same for every rank.
@@ -62,17 +66,21 @@ class Network(ABC):
                 lines are printed as ``[rank k] line``.
             cwd: directory to run in.
             grace_s: seconds the other ranks have to end by themselves when one has failed.
+            share_cores: False lets every rank run on every core, as do nodes and cores of which neither number divides
+                the other.
 
         Raises:
             LabError: if the network is closed.
         """
         words = [os.fspath(word) for word in argv]
         address, port = self._rendezvous()
+        every_core = sorted(os.sched_getaffinity(0))
         commands = []
         for rank in range(self.world_size):
             node, local_rank = divmod(rank, self.nproc_per_node)
             interface = self.interfaces[node]
-            threads = max(1, (os.cpu_count() or 1) // self.world_size)
+            cores = share_of_cores(node, self.nodes, every_core) if share_cores else None
+            threads = len(every_core) // self.world_size if cores is None else len(cores) // self.nproc_per_node
             variables = {
                 "RANK": rank,
                 "WORLD_SIZE": self.world_size,
@@ -88,9 +96,9 @@ class Network(ABC):
                 "PYTHONUNBUFFERED": 1,
                 "THINWIRE_LAB_INTERFACE": interface,
             }
-            environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+            environment = {"OMP_NUM_THREADS": str(max(1, threads)), **os.environ}
             environment |= {name: str(value) for name, value in variables.items()} | dict(env or {})
-            commands.append(RankCommand(argv=self._enter(node, words), env=environment, node=node))
+            commands.append(RankCommand(argv=self._enter(node, words), env=environment, node=node, cores=cores))
         run = Run(commands, counters=self.interface_nbytes, on_line=on_line, cwd=cwd, grace_s=grace_s)
         self._runs.append(run)
         return run
@@ -125,6 +133,21 @@ class Network(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def share_of_cores(node: int, nodes: int, cores: Sequence[int]) -> Set[int] | None:
+    """Return the cores that a node keeps to, or None where they cannot be shared out evenly.
+
+    Example:
+        >>> [share_of_cores(node, 4, [0, 1]) for node in range(4)], share_of_cores(1, 2, range(8))
+        ([{0}, {1}, {0}, {1}], {4, 5, 6, 7})
+    """
+    if nodes % len(cores) == 0:
+        return {cores[node % len(cores)]}
+    if len(cores) % nodes == 0:
+        each = len(cores) // nodes
+        return set(cores[node * each : (node + 1) * each])
+    return None
 
 
 class Lab(Network):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,6 +54,7 @@ class RankCommand:
     argv: Sequence[str]
     env: Mapping[str, str]
     node: int
+    cores: Set[int] | None = None  # that it may run on; None for all
 
 
 def print_line(rank: int, line: str) -> None:
@@ -92,7 +93,15 @@ class Run:
 
         self._before = counters()
         self._started = time.monotonic()
-        self._processes = [self._spawn(command, cwd) for command in commands]
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            for command in commands:
+                self._processes.append(self._spawn(command, cwd))
+        except BaseException:
+            for rank, process in enumerate(self._processes):
+                self._reap(rank)
+                process.stdout.close()  # type: ignore[union-attr]
+            raise
         self._pidfds = [os.pidfd_open(process.pid) for process in self._processes]
         self._readers = [
             threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in range(len(commands))
@@ -131,18 +140,24 @@ class Run:
 
     @staticmethod
     def _spawn(command: RankCommand, cwd: str | os.PathLike[str] | None) -> subprocess.Popen[str]:
-        # A session of its own: Ctrl-C in the terminal reaches only the lab, which then ends the ranks in order.
-        return subprocess.Popen(
-            command.argv,
-            env=dict(command.env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        # A process inherits the cores of the thread that starts it.
+        ours = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, command.cores or ours)
+        try:
+            # A session of its own: Ctrl-C in the terminal reaches only the lab, which then ends the ranks in order.
+            return subprocess.Popen(
+                command.argv,
+                env=dict(command.env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        finally:
+            os.sched_setaffinity(0, ours)
 
     def _read(self, rank: int) -> None:
         stream = self._processes[rank].stdout

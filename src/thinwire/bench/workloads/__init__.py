@@ -8,6 +8,12 @@ __all__ = ["Workload", "make_workload"]
 
 def make_workload(settings: Settings, rank: int, world_size: int) -> Workload:
     """Build this rank's side of the workload that ``settings`` names."""
+    workload = _make(settings, rank, world_size)
+    workload.optimizer_name = settings.optimizer
+    return workload
+
+
+def _make(settings: Settings, rank: int, world_size: int) -> Workload:
     if settings.workload == "gpt":
         from thinwire.bench.workloads.gpt import GptWorkload
 

@@ -1,6 +1,6 @@
 """A small ResNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: learns in seconds, on real data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from thinwire.errors import ThinwireError
 
 WIDTHS = (32, 64, 128)
 BATCH = 16
-LEARNING_RATE = 2e-3
 HELD_OUT = 360
 
 
@@ -47,6 +46,8 @@ def resnet() -> nn.Sequential:
 class DigitsWorkload(Workload):
     """Classify digits: batches of 16 per rank, AdamW at 2e-3, 360 images held out."""
 
+    learning_rates: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.05}
+
     def __init__(self, rank: int, world_size: int):
         try:
             from sklearn.datasets import load_digits
@@ -63,10 +64,6 @@ class DigitsWorkload(Workload):
         """A fresh ``resnet``."""
         torch.manual_seed(seed)
         return resnet()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW with torch's defaults but for the learning rate."""
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
     def start(self, seed: int) -> None:
         """Reseed the choice of images: other ranks and other seeds see other ones."""
@@ -93,5 +90,5 @@ class DigitsWorkload(Workload):
             "data_images": len(self.labels),
             "held_out_images": HELD_OUT,
             "batch_per_node": BATCH,
-            "optimizer": f"AdamW, learning rate {LEARNING_RATE}",
+            "optimizer": self.describe_optimizer(),
         }

@@ -1,7 +1,7 @@
 """A byte-level GPT trained on the source text of the running interpreter's standard library."""
 
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,6 @@ WIDTH = 256
 HEADS = 8
 LAYERS = 6
 BATCH = 4
-LEARNING_RATE = 1e-3
 VALIDATION_WINDOWS = 64
 
 
@@ -70,6 +69,8 @@ def standard_library_text() -> bytes:
 class GptWorkload(Workload):
     """Next-byte prediction: batches of 4 windows of 128 bytes per rank, AdamW at 1e-3, the last 5 % held out."""
 
+    learning_rates: Mapping[str, float] = {"adamw": 1e-3, "sgd": 0.1}
+
     def __init__(self, rank: int, world_size: int):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
         held_out = len(text) // 20
@@ -83,10 +84,6 @@ class GptWorkload(Workload):
         """A fresh ``Gpt``."""
         torch.manual_seed(seed)
         return Gpt()
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW with torch's defaults but for the learning rate."""
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
     def start(self, seed: int) -> None:
         """Reseed the choice of windows: other ranks and other seeds see other text."""
@@ -119,7 +116,7 @@ class GptWorkload(Workload):
             "held_out_nbytes": len(self.held_out),
             "validation_windows": VALIDATION_WINDOWS,
             "batch_per_node": BATCH,
-            "optimizer": f"AdamW, learning rate {LEARNING_RATE}",
+            "optimizer": self.describe_optimizer(),
         }
 
 

@@ -13,7 +13,7 @@ DDP's buckets alone. bert-large on four ranks takes about 14 GB with plain DDP; 
 
 import dataclasses as dc
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -189,10 +189,6 @@ class ReplayWorkload(Workload):
         return ReplayModel(
             self.layers, self.source, self.compute_s * (1 - BACKWARD_SHARE), self.compute_s * BACKWARD_SHARE
         )
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> None:
-        """None: on an accelerator the optimizer is short, here it would only load the cores."""
-        return None
 
     def start(self, seed: int) -> None:
         """Go back to the first step's gradients."""

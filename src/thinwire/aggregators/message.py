@@ -1,0 +1,268 @@
+"""A message at work: its blocks on one rank, encoded, decoded, and put back where a step must not count."""
+
+import time
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.aggregators.base import MessageLayout, Partition
+from thinwire.aggregators.buffers import BufferPool
+from thinwire.aggregators.header import bitmap, names_in, read_header, write_header
+from thinwire.compressors import Compressor
+from thinwire.kernels import DecodeBatch, EncodeBatch
+from thinwire.random import OWNER_STREAM, Key
+from thinwire.spec import BlockSpec
+
+MEAN = -1  # stands for "the mean over ranks" where a rank is named
+
+
+@dataclass(slots=True)
+class Block:
+    """One partition of a message on one rank.
+
+    Attributes:
+        partition: which.
+        value: (numel,) float32; the gradient, then the mean.
+        residual: (numel,) float32, what this rank has not sent; None without feedback.
+        owner_residual: (numel,) float32, on the owner: what it has not sent back.
+        residual_scale: factor on both residuals in this step.
+        unit_ratio: the part of it that converts units (loss scale, learning rate), without the decay.
+        used: whether this rank's backward reached the parameter in this step.
+    """
+
+    partition: Partition
+    value: Tensor
+    residual: Tensor | None = None
+    owner_residual: Tensor | None = None
+    residual_scale: float = 1.0
+    unit_ratio: float = 1.0
+    used: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """Some blocks of a message and where they lie in a buffer.
+
+    Attributes:
+        places: which, as indices into the message's blocks.
+        starts: first byte of each in the buffer.
+        down: encoded by the owner for all, not by a rank for the owner.
+    """
+
+    places: Sequence[int]
+    starts: Sequence[int]
+    down: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The blocks of a section that share a compressor."""
+
+    compressor: Compressor
+    places: Sequence[int]
+    specs: Sequence[BlockSpec]
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One message on one rank, step after step, and what came of the last one.
+
+    Blocks, their values and residuals stay the same tensors for the life of a message, so that kernel calls are
+    prepared once; `begin` starts another step.
+
+    Attributes:
+        layout: sizes and places.
+        blocks: one per partition of the layout, or empty for a message that moves `flat` alone.
+        rank: this rank.
+        step: the training step, which keys the random streams.
+        threads: native threads per kernel call.
+        buffers: where work memory comes from.
+        flat: the gradients as one contiguous tensor, for messages sent uncompressed by all-reduce.
+        sections: what the aggregator prepared for this message; its own business.
+        nonfinite: (rank or MEAN, parameter) of every contribution that was not finite; equal on all ranks.
+        unused: parameters that no rank's backward reached; equal on all ranks.
+        encode_s, decode_s: wall seconds spent in kernels.
+    """
+
+    layout: MessageLayout
+    blocks: list[Block]
+    rank: int
+    step: int = 0
+    threads: int = 1
+    buffers: BufferPool = field(default_factory=BufferPool)
+    flat: Tensor | None = None
+    sections: tuple[Section, ...] = ()
+    nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())
+    unused: set[str] = field(default_factory=lambda: set())
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    _encodes: dict[Section, tuple["_Undo", list[tuple[_Group, EncodeBatch]]]] = field(default_factory=lambda: {})
+    _decodes: dict[Section, list[tuple[_Group, DecodeBatch]]] = field(default_factory=lambda: {})
+
+    def begin(self, step: int) -> None:
+        """Forget what came of the last step."""
+        self.step = step
+        self.forget()
+        self.nonfinite, self.unused = set(), set()
+        self.encode_s = self.decode_s = 0.0
+
+    def encode(self, section: Section, out: Tensor) -> set[str]:
+        """Encode blocks into `out`; return the names of those that were not finite.
+
+        Residuals are copied first: a step that is not finite anywhere must leave them as they were.
+        """
+        started = time.perf_counter()
+        if section not in self._encodes:
+            self._encodes[section] = self._prepare_encode(section)
+        undo, groups = self._encodes[section]
+        undo.save(self.buffers)
+        bad: set[str] = set()
+        for group, batch in groups:
+            scales = [self.blocks[place].residual_scale for place in group.places]
+            batch.at(out, step=self.step, residual_scales=scales)
+            finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
+            if not all(finite):
+                pairs = zip(group.places, finite, strict=True)
+                bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
+        self.encode_s += time.perf_counter() - started
+        return bad
+
+    def decode(self, section: Section, data: Tensor, *, accumulate: bool = False) -> None:
+        """Set the values of blocks from their bytes in `data`, or add to them."""
+        started = time.perf_counter()
+        if section not in self._decodes:
+            self._decodes[section] = self._prepare_decode(section)
+        for group, batch in self._decodes[section]:
+            batch.at(data, alpha=1.0 if accumulate else None)
+            group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
+        self.decode_s += time.perf_counter() - started
+
+    def _prepare_encode(self, section: Section) -> tuple["_Undo", list[tuple[_Group, EncodeBatch]]]:
+        residuals = {
+            place: block.owner_residual if section.down else block.residual
+            for place, block in ((place, self.blocks[place]) for place in section.places)
+        }
+        stream = OWNER_STREAM if section.down else self.rank
+        prepared: list[tuple[_Group, EncodeBatch]] = []
+        for group, starts, nbytes in self._groups(section):
+            blocks = [self.blocks[place] for place in group.places]
+            keys = [Key(b.partition.key, 0, stream, b.partition.offset) for b in blocks]
+            owed = [residuals[place] for place in group.places]
+            prepared.append((group, EncodeBatch([b.value for b in blocks], owed, keys, starts, nbytes)))
+        return _Undo([(place, r) for place, r in residuals.items() if r is not None]), prepared
+
+    def _prepare_decode(self, section: Section) -> list[tuple[_Group, DecodeBatch]]:
+        return [
+            (group, DecodeBatch([self.blocks[place].value for place in group.places], starts, nbytes))
+            for group, starts, nbytes in self._groups(section)
+        ]
+
+    def _groups(self, section: Section) -> Iterable[tuple[_Group, list[int], list[int]]]:
+        """Yield the blocks of a section by compressor, with the first byte and the size of each."""
+        members: dict[Compressor, list[tuple[int, int]]] = {}
+        for place, start in zip(section.places, section.starts, strict=True):
+            aggregator = self.blocks[place].partition.aggregator
+            members.setdefault(aggregator.down if section.down else aggregator.up, []).append((place, start))
+        for compressor, found in members.items():
+            specs = [self.blocks[place].partition.spec for place, _ in found]
+            group = _Group(compressor, [place for place, _ in found], specs)
+            yield group, [start for _, start in found], [compressor.nbytes(spec) for spec in specs]
+
+    def restore(self) -> None:
+        """Put residuals back to their values from before this step."""
+        for undo, _ in self._encodes.values():
+            for residual, saved in undo.saved():
+                residual.copy_(saved)
+
+    def forget(self) -> None:
+        """Give the memory that `restore` needs back."""
+        for undo, _ in self._encodes.values():
+            undo.forget(self.buffers)
+
+    def finish(self) -> None:
+        """Apply the non-finite and unused rules once all headers are known. Call at the end of every exchange."""
+        if self.nonfinite:
+            for block in self.blocks:
+                block.value.fill_(float("nan"))
+            self.restore()
+        elif self.unused:
+            # DDP discards what is delivered for these, so what was owed to them stays owed, in this step's units.
+            for undo, _ in self._encodes.values():
+                for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
+                    if self.blocks[place].partition.name in self.unused:
+                        torch.mul(saved, self.blocks[place].unit_ratio, out=residual)
+
+    def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
+        """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""
+        names = self.layout.names
+        reached = 0
+        if used and all(block.used for block in self.blocks):
+            reached = (1 << len(names)) - 1
+        elif used:
+            reached = bitmap(names, {block.partition.name for block in self.blocks if block.used})
+        write_header(out, len(names), reached, bitmap(names, nonfinite) if nonfinite else 0)
+
+    def read_headers(self, headers: Sequence[Tensor]) -> None:
+        """Note what the headers of all ranks say, rank 0 first."""
+        names, reached = self.layout.names, 0
+        for rank, data in enumerate(headers):
+            used, nonfinite = read_header(data, len(names))
+            reached |= used
+            self.nonfinite |= {(rank, name) for name in names_in(nonfinite, names)}
+        self.unused = names_in(((1 << len(names)) - 1) & ~reached, names)
+
+    def read_mean_headers(self, headers: Sequence[Tensor]) -> None:
+        """Note what the headers of all owners say about the mean."""
+        for data in headers:
+            _, nonfinite = read_header(data, len(self.layout.names))
+            self.nonfinite |= {(MEAN, name) for name in names_in(nonfinite, self.layout.names)}
+
+
+class _Undo:
+    """Residuals of a section with their values from before this step."""
+
+    def __init__(self, residuals: Sequence[tuple[int, Tensor]]) -> None:
+        self.residuals = residuals  # (place, residual)
+        self._runs = _joined([residual for _, residual in residuals])
+        self._buffer: Tensor | None = None
+
+    def save(self, buffers: BufferPool) -> None:
+        """Copy the residuals to a buffer, taken from `buffers`."""
+        if not self._runs:
+            return
+        assert self._buffer is None, "encoded twice in one step"
+        self._buffer = buffers.take(4 * sum(run.numel() for run in self._runs))
+        for run, saved in zip(self._runs, self._pieces(self._runs), strict=True):
+            saved.copy_(run)
+
+    def saved(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Yield (residual, saved values)."""
+        if self._buffer is None:
+            return ()
+        owed = [residual for _, residual in self.residuals]
+        return zip(owed, self._pieces(owed), strict=True)
+
+    def forget(self, buffers: BufferPool) -> None:
+        """Give the buffer back."""
+        if self._buffer is not None:
+            buffers.give(self._buffer)
+            self._buffer = None
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert self._buffer is not None
+        return self._buffer.view(torch.float32).split([tensor.numel() for tensor in tensors])
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same memory as fewer tensors, in the same order: neighbours in memory become one."""
+    joined: list[Tensor] = []
+    for tensor in tensors:
+        if joined and tensor.data_ptr() == joined[-1].data_ptr() + 4 * joined[-1].numel():
+            last = joined[-1]
+            if tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr():
+                joined[-1] = last.as_strided((last.numel() + tensor.numel(),), (1,))
+                continue
+        joined.append(tensor)
+    return joined
