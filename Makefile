@@ -16,7 +16,7 @@ BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
 RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
 
-.PHONY: demo test test-full lint types layers docs bench-kernels clean help FORCE
+.PHONY: demo test test-full test-triton lint types layers docs bench-kernels clean help FORCE
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
@@ -30,6 +30,9 @@ test: $(VENV)/.installed ## install, then the tests
 test-full: $(VENV)/.installed ## the core tests again on the reference kernels, then the longer tests
 	THINWIRE_KERNELS=reference $(BIN)/pytest -m "not slow" tests/compressors tests/aggregators
 	$(RUN)$(BIN)/pytest -m slow
+
+test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
+	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -m triton_interpreter tests/kernels
 
 lint: $(VENV)/.tools ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -74,6 +77,11 @@ $(VENV)/.torch: FORCE
 
 $(VENV)/.tools: $(VENV)/.installed
 	$(PIP) install -q -c $(VENV)/constraints.txt --group lint --group docs
+	@touch $@
+
+# Beside the environment: a torch for CUDA brings a Triton of its own, which stays as it is.
+$(VENV)/.triton: $(VENV)/.installed
+	$(PIP) install -q --no-deps --upgrade --target $(VENV)/triton $$(grep '^triton==' constraints.txt)
 	@touch $@
 
 .PHONY: iproute2

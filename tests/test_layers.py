@@ -15,7 +15,10 @@ import torch
 import thinwire
 
 # Heavier layers need extras or privileges, and have tests of their own.
-OTHERS = ("thinwire.bench", "thinwire.lab", "thinwire.cli", "thinwire._native", "thinwire.kernels.native")
+OTHERS = (
+    *("thinwire.bench", "thinwire.lab", "thinwire.cli", "thinwire._native"),
+    *("thinwire.kernels.native", "thinwire.kernels.triton"),
+)
 MODULES = sorted(
     found.name for found in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not found.name.startswith(OTHERS)
 )

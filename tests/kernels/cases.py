@@ -128,7 +128,7 @@ def bits(x: Tensor) -> Tensor:
 
 def misaligned(values: Tensor, shift: int) -> Tensor:
     """Return a copy that starts `shift` elements into its storage."""
-    storage = torch.zeros(values.numel() + shift + 3, dtype=values.dtype)
+    storage = torch.zeros(values.numel() + shift + 3, dtype=values.dtype, device=values.device)
     place = storage[shift : shift + values.numel()]
     place.copy_(values)
     return place
@@ -152,22 +152,23 @@ def round_trip(
     key: Key = KEY,
     alpha: float = 0.3,
     shift: int = 0,
+    device: str = "cpu",
 ) -> Encoded:
-    """Encode, then decode twice, with guard bytes around all that is written."""
+    """Encode on `device`, then decode twice, with guard bytes around all that is written; return it on the CPU."""
     n, nbytes = x.numel(), align(kind.nbytes(x.numel()))
-    buffer = torch.full((nbytes + 4 * shift + 8,), GUARD, dtype=torch.uint8)
+    buffer = torch.full((nbytes + 4 * shift + 8,), GUARD, dtype=torch.uint8, device=device)
     out = buffer[4 * shift : 4 * shift + nbytes]
-    residual = None if residual is None else misaligned(residual, shift)
-    x = misaligned(x, shift)
+    residual = None if residual is None else misaligned(residual.to(device), shift)
+    x = misaligned(x.to(device), shift)
     before = x.clone()
     finite = kind.encode(kernels, [EncodeJob(x, out, residual, scale, key)])[0]
     assert torch.equal(bits(x), bits(before)), "x was changed"
     assert bool((buffer[: 4 * shift] == GUARD).all())
     assert bool((buffer[4 * shift + nbytes :] == GUARD).all())
-    replaced, accumulated = torch.full((n,), 1.25), torch.full((n,), 1.25)
+    replaced, accumulated = torch.full((n,), 1.25, device=device), torch.full((n,), 1.25, device=device)
     kind.decode(kernels, [DecodeJob(out, replaced)])
     kind.decode(kernels, [DecodeJob(out, accumulated, alpha)])
-    return Encoded(finite, out, residual, replaced, accumulated)
+    return Encoded(finite, out.cpu(), None if residual is None else residual.cpu(), replaced.cpu(), accumulated.cpu())
 
 
 def assert_same(got: Encoded, want: Encoded) -> None:

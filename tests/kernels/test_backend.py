@@ -56,3 +56,26 @@ def test_the_environment_chooses() -> None:
     blocked = _python(BLOCKED, THINWIRE_KERNELS="native")
     assert blocked.returncode == 1
     assert "ModuleNotFoundError" in blocked.stderr or "ImportError" in blocked.stderr
+
+
+def test_cuda_tensors_without_triton_are_an_error_that_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+from thinwire.errors import ThinwireError
+from thinwire.kernels import DecodeJob, EncodeJob, serving
+class OnGpu:
+    is_cuda = True
+for job in (EncodeJob(None, OnGpu()), DecodeJob(None, OnGpu())):
+    try:
+        print(serving([job]).__name__)
+    except ThinwireError as error:
+        print(error)
+print(serving([]).__name__)
+"""
+    lines = _python(code).stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines[:2]:
+        assert "CUDA tensors: expected Triton" in line
+        assert "pip install 'thinwire[gpu]'" in line
+    assert _python(code, THINWIRE_KERNELS="reference").stdout.splitlines() == ["thinwire.kernels.reference"] * 3

@@ -70,7 +70,7 @@ def test_settings_out_of_range(native: ModuleType) -> None:
     for k in (-1, 9):
         with pytest.raises(ValueError, match=f"expected k between 0 and 8, got {k}"):
             native.encode_top_k([EncodeJob(x, out)], k=[k], dtype=torch.float32)
-    with pytest.raises(ValueError, match="expected k between 0 and 8, got -1"):
+    with pytest.raises(ValueError, match="expected k of at least 0, got -1"):
         native.decode_top_k([DecodeJob(out, x)], k=[-1], dtype=torch.float32)
     long = torch.zeros(65537)
     with pytest.raises(ValueError, match="at most 65536 elements"):

@@ -96,10 +96,10 @@ class BlockQuant(Compressor):
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """One pass to find the scales, one to quantise and leave the residual."""
-        return kernels.active().encode_block_quant(
+        return kernels.serving(jobs).encode_block_quant(
             jobs, bits=self.bits, block=self.block, stochastic=self.stochastic, threads=threads
         )
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Multiply codes by their scales."""
-        kernels.active().decode_block_quant(jobs, bits=self.bits, block=self.block, threads=threads)
+        kernels.serving(jobs).decode_block_quant(jobs, bits=self.bits, block=self.block, threads=threads)

@@ -19,7 +19,7 @@ def _encode_by_dtype(jobs: Sequence[EncodeJob], dtypes: Sequence[torch.dtype], t
     finite = [True] * len(jobs)
     for dtype in dict.fromkeys(dtypes):
         places = [i for i, d in enumerate(dtypes) if d == dtype]
-        results = kernels.active().encode_cast([jobs[i] for i in places], dtype=dtype, threads=threads)
+        results = kernels.serving(jobs).encode_cast([jobs[i] for i in places], dtype=dtype, threads=threads)
         for i, result in zip(places, results, strict=True):
             finite[i] = result
     return finite
@@ -61,7 +61,7 @@ class Identity(Compressor):
         """Copy."""
         for dtype in dict.fromkeys(spec.dtype for spec in specs):
             chosen = [job for job, spec in zip(jobs, specs, strict=True) if spec.dtype == dtype]
-            kernels.active().decode_cast(chosen, dtype=dtype, threads=threads)
+            kernels.serving(jobs).decode_cast(chosen, dtype=dtype, threads=threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +106,8 @@ class Cast(Compressor):
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """Round to 16 bits."""
-        return kernels.active().encode_cast(jobs, dtype=self.dtype, threads=threads)
+        return kernels.serving(jobs).encode_cast(jobs, dtype=self.dtype, threads=threads)
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Widen to float32."""
-        kernels.active().decode_cast(jobs, dtype=self.dtype, threads=threads)
+        kernels.serving(jobs).decode_cast(jobs, dtype=self.dtype, threads=threads)

@@ -68,8 +68,8 @@ class OneBit(Compressor):
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """One pass for the scale, one for the signs and the residual."""
-        return kernels.active().encode_one_bit(jobs, rms=self.scale == "rms", threads=threads)
+        return kernels.serving(jobs).encode_one_bit(jobs, rms=self.scale == "rms", threads=threads)
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Spread the scale over the signs."""
-        kernels.active().decode_one_bit(jobs, threads=threads)
+        kernels.serving(jobs).decode_one_bit(jobs, threads=threads)

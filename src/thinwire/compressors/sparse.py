@@ -83,12 +83,12 @@ class TopK(Compressor):
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """Select by magnitude; the residual is q with the sent part taken out."""
-        return kernels.active().encode_top_k(
+        return kernels.serving(jobs).encode_top_k(
             jobs, k=[self.k(spec.numel) for spec in specs], dtype=self.value_dtype, threads=threads
         )
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Scatter."""
-        kernels.active().decode_top_k(
+        kernels.serving(jobs).decode_top_k(
             jobs, k=[self.k(spec.numel) for spec in specs], dtype=self.value_dtype, threads=threads
         )

@@ -1,7 +1,8 @@
-"""One surface for every kernel; `backend()` names who answers it.
+"""One surface for every kernel; `backend()` names who answers it on the CPU.
 
 `THINWIRE_KERNELS=reference|native` chooses; otherwise the compiled kernels where they import, else the reference ones
-with a single warning. Both give the same bytes.
+with a single warning. CUDA tensors are served by the Triton kernels, unless the reference ones are asked for. All give
+the same bytes.
 """
 
 import functools
@@ -9,8 +10,10 @@ import importlib
 import os
 import types
 import warnings
+from collections.abc import Sequence
 
 from thinwire.errors import ThinwireError
+from thinwire.kernels.jobs import Batch as Batch
 from thinwire.kernels.jobs import DecodeBatch as DecodeBatch
 from thinwire.kernels.jobs import DecodeJob as DecodeJob
 from thinwire.kernels.jobs import EncodeBatch as EncodeBatch
@@ -19,7 +22,7 @@ from thinwire.kernels.jobs import EncodeJob as EncodeJob
 
 @functools.cache
 def active() -> types.ModuleType:
-    """Return the module that holds the kernels in use."""
+    """Return the module that holds the kernels in use on the CPU."""
     wanted = os.environ.get("THINWIRE_KERNELS", "")
     if wanted not in ("", "reference", "native"):
         raise ThinwireError(f"THINWIRE_KERNELS: expected 'reference' or 'native', got {wanted!r}")
@@ -36,6 +39,27 @@ def active() -> types.ModuleType:
                 stacklevel=2,
             )
     return importlib.import_module("thinwire.kernels.reference")
+
+
+@functools.cache
+def _on_cuda() -> types.ModuleType:
+    if os.environ.get("THINWIRE_KERNELS") == "reference":
+        return active()
+    try:
+        return importlib.import_module("thinwire.kernels.triton_backend")
+    except ImportError as error:
+        raise ThinwireError(
+            f"CUDA tensors: expected Triton, which compiles the kernels for them, got {error}; run  pip install "
+            "'thinwire[gpu]', or set THINWIRE_KERNELS=reference for the same bytes, many times slower"
+        ) from error
+
+
+def serving(jobs: Sequence[EncodeJob] | Sequence[DecodeJob]) -> types.ModuleType:
+    """Return the module that holds the kernels for the device of the jobs' tensors."""
+    if not jobs:
+        return active()
+    where = jobs.buffer if isinstance(jobs, Batch) else jobs[0].out
+    return _on_cuda() if where.is_cuda else active()
 
 
 def backend() -> str:

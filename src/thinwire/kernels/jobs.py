@@ -33,38 +33,39 @@ class DecodeJob(NamedTuple):
     alpha: float | None = None
 
 
-class _Places:
-    """Where the encoded blocks of a batch lie in its buffer.
+class Batch:
+    """Jobs that recur: their encoded blocks lie at fixed places of `buffer`, which may be another one each time.
 
     Attributes:
-        starts: (num,) uint64, first byte of each block.
+        buffer: (at least the end of the last block,) uint8, as of the last `at`.
+        starts: (num,) uint64, first byte of each block in it.
         packed: what the kernels in use keep with the batch.
     """
 
     def __init__(self, starts: Sequence[int], nbytes: Sequence[int]) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.starts = np.array(starts, dtype=np.uint64)
         self.packed: Any = None
         self._spans = [(start, start + size) for start, size in zip(starts, nbytes, strict=True)]
         self._end = max((stop for _, stop in self._spans), default=0)
 
-    def check(self, buffer: Tensor) -> Tensor:
-        """Return `buffer` if all blocks lie in it."""
+    def _move(self, buffer: Tensor) -> None:
         if buffer.dtype is not torch.uint8 or not buffer.is_contiguous() or buffer.numel() < self._end:
             raise ValueError(
                 f"batch: expected a contiguous uint8 buffer of at least {self._end} bytes, got {buffer.dtype} of shape "
                 f"{tuple(buffer.shape)}"
             )
-        return buffer
+        self.buffer = buffer
 
-    def block(self, buffer: Tensor, index: int) -> Tensor:
+    def _block(self, index: int) -> Tensor:
         start, stop = self._spans[index]
-        return buffer[start:stop]
+        return self.buffer[start:stop]
 
     def __len__(self) -> int:
         return len(self._spans)
 
 
-class EncodeBatch(Sequence[EncodeJob]):
+class EncodeBatch(Batch, Sequence[EncodeJob]):
     """Encode jobs that recur. Keeps `xs` and `residuals` alive; call `at` before each use."""
 
     def __init__(
@@ -75,19 +76,15 @@ class EncodeBatch(Sequence[EncodeJob]):
         starts: Sequence[int],
         nbytes: Sequence[int],
     ) -> None:
-        self.places = _Places(starts, nbytes)
-        self.out: Tensor | None = None
+        super().__init__(starts, nbytes)
         self.step = 0
         self.residual_scales: Sequence[float] = ()
         self._xs, self._residuals, self._keys = xs, residuals, keys
 
-    def at(self, out: Tensor, *, step: int, residual_scales: Sequence[float]) -> "EncodeBatch":
+    def at(self, out: Tensor, *, step: int, residual_scales: Sequence[float]) -> None:
         """Set what is new in this step: the buffer that bytes go to, the step that keys random streams, the factors."""
-        self.out, self.step, self.residual_scales = self.places.check(out), step, residual_scales
-        return self
-
-    def __len__(self) -> int:
-        return len(self.places)
+        self._move(out)
+        self.step, self.residual_scales = step, residual_scales
 
     @overload
     def __getitem__(self, index: int) -> EncodeJob: ...
@@ -96,28 +93,23 @@ class EncodeBatch(Sequence[EncodeJob]):
     def __getitem__(self, index: int | slice) -> EncodeJob | Sequence[EncodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        assert self.out is not None
-        key, out = self._keys[index], self.places.block(self.out, index)
+        key = self._keys[index]
         key = Key(key.key, self.step, key.stream, key.offset)
-        return EncodeJob(self._xs[index], out, self._residuals[index], self.residual_scales[index], key)
+        return EncodeJob(self._xs[index], self._block(index), self._residuals[index], self.residual_scales[index], key)
 
 
-class DecodeBatch(Sequence[DecodeJob]):
+class DecodeBatch(Batch, Sequence[DecodeJob]):
     """Decode jobs that recur. Keeps `outs` alive; call `at` before each use."""
 
     def __init__(self, outs: Sequence[Tensor], starts: Sequence[int], nbytes: Sequence[int]) -> None:
-        self.places = _Places(starts, nbytes)
-        self.data: Tensor | None = None
+        super().__init__(starts, nbytes)
         self.alpha: float | None = None
         self._outs = outs
 
-    def at(self, data: Tensor, *, alpha: float | None = None) -> "DecodeBatch":
+    def at(self, data: Tensor, *, alpha: float | None = None) -> None:
         """Set what is new: the buffer that bytes come from, and whether to add."""
-        self.data, self.alpha = self.places.check(data), alpha
-        return self
-
-    def __len__(self) -> int:
-        return len(self.places)
+        self._move(data)
+        self.alpha = alpha
 
     @overload
     def __getitem__(self, index: int) -> DecodeJob: ...
@@ -126,5 +118,4 @@ class DecodeBatch(Sequence[DecodeJob]):
     def __getitem__(self, index: int | slice) -> DecodeJob | Sequence[DecodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        assert self.data is not None
-        return DecodeJob(self.places.block(self.data, index), self._outs[index], self.alpha)
+        return DecodeJob(self._block(index), self._outs[index], self.alpha)

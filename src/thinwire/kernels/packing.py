@@ -1,0 +1,240 @@
+"""Jobs, checked and packed into the structs that compiled kernels read: those of csrc/jobs.h.
+
+What could corrupt memory is checked here, once for every backend that works on addresses.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import WireError
+from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+
+ENCODE_JOB = struct.Struct("<7Q2IfI")
+DECODE_JOB = struct.Struct("<3Qf3I")
+FINITE_JOB = struct.Struct("<2Q")
+
+# The same structs as arrays, for batches; named are the fields that change from step to step.
+_ENCODE_ROW = np.dtype(
+    [
+        ("inputs", "<u8", 2),
+        ("out", "<u8"),
+        ("sizes_and_key", "<u8", 4),
+        ("step", "<u4"),
+        ("stream", "<u4"),
+        ("residual_scale", "<f4"),
+        ("num_kept", "<u4"),
+    ]
+)
+_DECODE_ROW = np.dtype(
+    [("data", "<u8"), ("out_and_n", "<u8", 2), ("alpha", "<f4"), ("accumulate", "<u4"), ("num_kept", "<u4", 2)]
+)
+assert (_ENCODE_ROW.itemsize, _DECODE_ROW.itemsize) == (ENCODE_JOB.size, DECODE_JOB.size)
+
+_MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
+_TOP_K_MAX = 65536  # 16-bit indices
+
+PayloadNbytes = Callable[[int, int], int]  # (n, k) -> bytes that a kernel writes or reads
+
+
+def _bad_tensor(name: str, expected: str, got: Tensor) -> NoReturn:
+    contiguous = "contiguous" if got.is_contiguous() else f"strides {got.stride()}"
+    raise ValueError(
+        f"{name}: expected {expected}, got {got.dtype} of shape {tuple(got.shape)} on {got.device}, {contiguous}"
+    )
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device | None) -> None:
+    here = tensor.is_cpu if device is None else tensor.device == device
+    if tensor.dtype is not dtype or not tensor.is_contiguous() or not here:
+        _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def check_threads(threads: int) -> None:
+    """Raise unless there is a thread to work with."""
+    if threads < 1:
+        raise ValueError(f"threads: expected at least 1, got {threads}")
+
+
+def check_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> None:
+    """Raise unless `dtype` is one of `allowed`."""
+    if dtype not in allowed:
+        raise ValueError(f"dtype: expected one of {', '.join(map(str, allowed))}, got {dtype}")
+
+
+def check_block_quant(bits: int, block: int) -> None:
+    """Raise unless there is such a quantisation."""
+    if bits not in (4, 8) or block < 1:
+        raise ValueError(f"block quantisation: expected 4 or 8 bits and a block of at least 1, got {bits} and {block}")
+
+
+def check_keys(jobs: Sequence[EncodeJob]) -> None:
+    """Raise where there is no key to draw random numbers with."""
+    assert _is_packed(jobs) or all(job.key is not None for job in jobs), "stochastic rounding needs a key"
+
+
+def check_top_k(
+    dtype: torch.dtype, jobs: Sequence[EncodeJob] | Sequence[DecodeJob], k: Sequence[int], *, encode: bool
+) -> None:
+    """Raise where indices have no room in 16 bits, or where k is none of n."""
+    check_dtype(dtype, torch.float32, torch.float16)
+    if _is_packed(jobs):
+        return
+    lengths = [(job.x if isinstance(job, EncodeJob) else job.out).numel() for job in jobs]
+    longest = max(lengths, default=0)
+    if longest > _TOP_K_MAX:
+        raise ValueError(f"top-k: expected at most {_TOP_K_MAX} elements (16-bit indices), got {longest}")
+    for n, num_kept in zip(lengths, k, strict=True):
+        if encode and not 0 <= num_kept <= n:
+            raise ValueError(f"top-k: expected k between 0 and {n}, got {num_kept}")
+        if num_kept < 0:
+            raise ValueError(f"top-k: expected k of at least 0, got {num_kept}")
+
+
+# --- payloads -------------------------------------------------------------------------------------------------------
+
+
+def cast_nbytes(dtype: torch.dtype) -> PayloadNbytes:
+    """Return the payload of `encode_cast`."""
+    return lambda n, _: n * dtype.itemsize
+
+
+def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_block_quant`."""
+
+    def nbytes(n: int, _: int) -> int:
+        scales = 4 * -(-n // block)
+        return scales + (n if bits == 8 else n // block * -(-block // 2) + -(-(n % block) // 2))
+
+    return nbytes
+
+
+def one_bit_nbytes(n: int, _: int) -> int:
+    """Return the payload of `encode_one_bit`."""
+    return 4 + -(-n // 8)
+
+
+def top_k_nbytes(dtype: torch.dtype) -> PayloadNbytes:
+    """Return the payload of `encode_top_k`."""
+    return lambda _, num_kept: num_kept * (dtype.itemsize + 2)
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def pack_encode(
+    jobs: Sequence[EncodeJob],
+    payload_nbytes: PayloadNbytes,
+    k: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> bytes:
+    """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
+    if isinstance(jobs, EncodeBatch):
+        if jobs.packed is None:
+            jobs.packed = _rows(pack_encode(list(jobs), payload_nbytes, k, device), _ENCODE_ROW)
+        _check(jobs.buffer, torch.uint8, "out", device)
+        jobs.packed["out"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
+        jobs.packed["step"] = jobs.step & _MASK32
+        jobs.packed["residual_scale"] = jobs.residual_scales
+        return jobs.packed.tobytes()
+    packed: list[bytes] = []
+    pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
+    for (x, out, residual, residual_scale, key), num_kept in pairs:
+        n = x.numel()
+        _check(x, torch.float32, "x", device)
+        _check(out, torch.uint8, "out", device)
+        if out.numel() < payload_nbytes(n, num_kept):
+            _bad_tensor("out", f"at least {payload_nbytes(n, num_kept)} bytes", out)
+        residual_address = 0
+        if residual is not None:
+            _check(residual, torch.float32, "residual", device)
+            if residual.numel() != n:
+                _bad_tensor("residual", f"{n} elements, as x has", residual)
+            residual_address = residual.data_ptr()
+        bits, step, stream, offset = (key.key, key.step, key.stream, key.offset) if key is not None else (0, 0, 0, 0)
+        packed.append(
+            ENCODE_JOB.pack(
+                x.data_ptr(),
+                residual_address,
+                out.data_ptr(),
+                n,
+                out.numel(),
+                bits & _MASK64,
+                offset,
+                step & _MASK32,
+                stream & _MASK32,
+                residual_scale,
+                num_kept,
+            )
+        )
+    return b"".join(packed)
+
+
+def pack_decode(
+    jobs: Sequence[DecodeJob],
+    payload_nbytes: PayloadNbytes,
+    k: Sequence[int] | None = None,
+    device: torch.device | None = None,
+) -> bytes:
+    """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
+    if isinstance(jobs, DecodeBatch):
+        if jobs.packed is None:
+            jobs.packed = _rows(pack_decode(list(jobs), payload_nbytes, k, device), _DECODE_ROW)
+        _check(jobs.buffer, torch.uint8, "data", device)
+        jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
+        jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
+        jobs.packed["accumulate"] = jobs.alpha is not None
+        return jobs.packed.tobytes()
+    packed: list[bytes] = []
+    pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
+    for (data, out, alpha), num_kept in pairs:
+        n = out.numel()
+        _check(data, torch.uint8, "data", device)
+        _check(out, torch.float32, "out", device)
+        if data.numel() < payload_nbytes(n, num_kept):
+            raise WireError(
+                f"data: expected at least {payload_nbytes(n, num_kept)} bytes for {n} elements, got {data.numel()}; "
+                "was it encoded with other settings or cut short?"
+            )
+        replace = alpha is None
+        packed.append(
+            DECODE_JOB.pack(data.data_ptr(), out.data_ptr(), n, 0.0 if replace else alpha, not replace, num_kept, 0)
+        )
+    return b"".join(packed)
+
+
+def _rows(packed: bytes, row: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
+    return np.frombuffer(bytearray(packed), dtype=row)
+
+
+def _is_packed(jobs: Sequence[EncodeJob] | Sequence[DecodeJob]) -> bool:
+    """Whether these jobs were checked and packed in an earlier step, so that only what moved is new."""
+    return isinstance(jobs, Batch) and jobs.packed is not None
+
+
+def pack_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> bytes:
+    """Check the tensors and pack where they lie and how long they are."""
+    packed: list[bytes] = []
+    for x in tensors:
+        _check(x, torch.float32, "tensor", device)
+        packed.append(FINITE_JOB.pack(x.data_ptr(), x.numel()))
+    return b"".join(packed)
+
+
+def bad_index(job: DecodeJob, num_kept: int, dtype: torch.dtype, which: int, place: int) -> WireError:
+    """Return the error that names index number `place` of job number `which`."""
+    start = num_kept * dtype.itemsize
+    indices = job.data[start : start + 2 * num_kept].view(torch.int16).to(torch.int32) & 0xFFFF
+    before = f" after {int(indices[place - 1])}" if place else ""
+    return WireError(
+        f"top-k: expected {num_kept} ascending indices below {job.out.numel()}; index number {place} of "
+        f"job {which} is {int(indices[place])}{before}"
+    )

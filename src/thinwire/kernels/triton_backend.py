@@ -1,0 +1,15 @@
+"""The Triton kernels for CUDA tensors, with the functions and the bytes of reference.py.
+
+All jobs of a call are one launch, or a few. Encoders and top-k's decoder wait for the device once, at their end; the
+other decoders do not wait. `threads` is what the other backends take, and changes nothing here.
+"""
+
+from thinwire.kernels.triton_block_quant import decode_block_quant as decode_block_quant
+from thinwire.kernels.triton_block_quant import encode_block_quant as encode_block_quant
+from thinwire.kernels.triton_cast import all_finite as all_finite
+from thinwire.kernels.triton_cast import decode_cast as decode_cast
+from thinwire.kernels.triton_cast import encode_cast as encode_cast
+from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit
+from thinwire.kernels.triton_one_bit import encode_one_bit as encode_one_bit
+from thinwire.kernels.triton_top_k import decode_top_k as decode_top_k
+from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k

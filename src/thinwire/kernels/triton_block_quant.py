@@ -1,0 +1,250 @@
+"""Block quantisation: one float32 scale a block, then int8 codes or planar nibbles.
+
+A program works on ROWS blocks, WIDTH columns at a time. A column is one element of each block (8 bits) or the two that
+share a byte (4 bits: elements i and i + half, half = ceil(m / 2) of the block's m elements). Blocks of up to WIDTH
+columns are read once; longer ones twice, to find the scale and to code.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels import packing
+from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference import max_scale
+from thinwire.kernels.triton_elements import (
+    INF_BITS,
+    decode_row,
+    deliver,
+    encode_row,
+    flag_non_finite,
+    form_q,
+    input_of,
+    job_and_tile,
+    leave,
+    magnitude,
+    output_of,
+    pointer_to,
+    zero_padding,
+)
+from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, OFFSET, RESIDUAL, Table, X, jobs_kernel
+
+TILE = 2048  # columns of a program
+
+# 1.5 * 2**23: adding it rounds to an integer, ties to even, and leaves that integer in the low bits.
+SHIFT = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _columns(left, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, REGULAR: tl.constexpr):
+    """Return, per block: its first element, its elements in the first half, and the end of the second half.
+
+    Places count from the program's first element. `SPAN` is the number of columns of a full block. `REGULAR`: every
+    block is full or beyond the end.
+    """
+    begin = tl.arange(0, ROWS)[:, None] * BLOCK
+    end = tl.minimum(tl.maximum(left, 0), ROWS * BLOCK).to(tl.int32)
+    if REGULAR:
+        half = SPAN
+    else:
+        m = tl.minimum(tl.maximum(end - begin, 0), BLOCK)
+        half = tl.minimum((m + 1) // 2, m) if SPAN < BLOCK else m
+        end = begin + m
+    return begin, half, end
+
+
+@triton.jit
+def _scale_of(peak, max_scale, LEVELS: tl.constexpr):
+    """Return peak / LEVELS, up one ulp where LEVELS times it falls short, and at most max_scale."""
+    largest = peak.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, LEVELS * 1.0)
+    up = (scale.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    return tl.minimum(tl.where(scale * LEVELS < largest, up, scale), max_scale)
+
+
+@triton.jit
+def _uniform(key, steps, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr):
+    """Return the uniforms of random.py for WIDTH elements from each of `first` on, indices in the parameter.
+
+    `CHUNKED`: rows begin and end with chunks of 128 elements, so that a counter is worked out once for the eight
+    elements that share it; else once for each.
+    """
+    step, stream = steps.to(tl.uint32), (steps >> 32).to(tl.uint32)
+    if CHUNKED:
+        counter = (first >> 3) + tl.arange(0, WIDTH // 8)[None, :]
+        w0, w1, w2, w3 = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), step, stream)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., i, j]: word 2 * i + j
+        halves = tl.join(words & 0xFFFF, words >> 16).to(tl.uint16)  # [..., i, j, h]: elements 16 * (4 i + 2 j + h) on
+        halves = tl.permute(tl.reshape(halves, (ROWS, WIDTH // 128, 16, 8)), (0, 1, 3, 2))
+        bits = tl.reshape(halves, (ROWS, WIDTH)).to(tl.int32)
+    else:
+        index = first + tl.arange(0, WIDTH)[None, :]
+        counter = (index >> 7) * 16 + (index & 15)
+        w0, w1, w2, w3 = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), step, stream)
+        e = (index & 127).to(tl.uint32)
+        word = tl.where(e < 64, tl.where(e < 32, w0, w1), tl.where(e < 96, w2, w3))
+        bits = ((word >> (e & 16)) & 0xFFFF).to(tl.int32)
+    return (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2**-16
+
+
+@triton.jit
+def _shifted_code(y, LEVELS: tl.constexpr):
+    """Return SHIFT + code of y = q / scale, or of floor(y + u)."""
+    return tl.minimum(tl.maximum(y, -LEVELS * 1.0), LEVELS * 1.0) + SHIFT
+
+
+@jobs_kernel
+def _encode(
+    flags,
+    table,
+    num_tiles,
+    max_scale,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REGULAR: tl.constexpr,
+):
+    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
+    SPAN: tl.constexpr = BLOCK if BITS == 8 else (BLOCK + 1) // 2
+    job, tile = job_and_tile(num_tiles)
+    first_block = tile.to(tl.int64) * ROWS
+    first = first_block * BLOCK
+    x, residual, has_residual, residual_scale, left = input_of(table, job, first, REGULAR)
+    begin, half, end = _columns(left, BLOCK, SPAN, ROWS, REGULAR)
+
+    peak = tl.zeros((ROWS, 1), tl.int32)
+    for start in range(0, SPAN, WIDTH):
+        i = start + tl.arange(0, WIDTH)[None, :]
+        q = form_q(x, residual, has_residual, residual_scale, begin + i, (i < half) & (begin + i < end))
+        largest = magnitude(q)
+        if BITS == 4:
+            high_place = begin + half + i
+            high_q = form_q(x, residual, has_residual, residual_scale, high_place, (i < half) & (high_place < end))
+            largest = tl.maximum(largest, magnitude(high_q))
+        peak = tl.maximum(peak, tl.max(largest, axis=1, keep_dims=True))
+    scale = tl.where(peak < INF_BITS, _scale_of(peak, max_scale, LEVELS), 0.0)
+    divisor = tl.where(scale > 0.0, scale, 1.0)  # where it is 0, so are all codes
+
+    row = tl.arange(0, ROWS)[:, None]
+    out = tl.load(encode_row(table, job) + 2)
+    random = encode_row(table, job) + 5
+    key, offset, steps = tl.load(random), tl.load(random + 1) + first, tl.load(random + 2)
+    n = left + first
+    num_blocks = tl.cdiv(n, BLOCK)
+    codes = pointer_to(out + 4 * num_blocks + first_block * SPAN, tl.uint8, 1 if SPAN % 4 else 4)
+    # Nothing is stored before all is loaded: so where one step does it, the compiler sees that it has loaded q before.
+    for start in range(0, SPAN, WIDTH):
+        i = start + tl.arange(0, WIDTH)[None, :]
+        place = begin + i
+        mask = (i < half) & (place < end)
+        q = form_q(x, residual, has_residual, residual_scale, place, mask)
+        y = tl.div_rn(q, divisor)
+        if STOCHASTIC:  # no denormal reaches the floor, which might flush it: u has 17 bits below the point
+            y = tl.floor(y + _uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED))
+        code = _shifted_code(y, LEVELS)
+        byte = code.to(tl.int32, bitcast=True)
+        if BITS == 4:
+            high_place = begin + half + i
+            high_mask = (i < half) & (high_place < end)
+            high_q = form_q(x, residual, has_residual, residual_scale, high_place, high_mask)
+            high_y = tl.div_rn(high_q, divisor)
+            if STOCHASTIC:
+                high_y = tl.floor(high_y + _uniform(key, steps, offset + begin + half + start, ROWS, WIDTH, CHUNKED))
+            high_code = _shifted_code(high_y, LEVELS)
+            high = tl.where(high_mask, high_code.to(tl.int32, bitcast=True), 0)  # an odd block's last is no code
+            byte = (byte & 15) | ((high & 15) << 4)
+            leave(residual, has_residual, high_place, high_mask, high_q - (high_code - SHIFT) * scale)
+        leave(residual, has_residual, place, mask, q - (code - SHIFT) * scale)
+        tl.store(codes + row * SPAN + i, (byte & 0xFF).to(tl.uint8), mask=mask)
+    scales = (out + 4 * first_block).to(tl.pointer_type(tl.float32))
+    tl.store(scales + row, scale, mask=row < num_blocks - first_block)
+    flag_non_finite(flags, job, tl.max(peak))
+
+    rest = n - n // BLOCK * BLOCK
+    used = 4 * num_blocks + n // BLOCK * SPAN + (rest if BITS == 8 else (rest + 1) // 2)
+    zero_padding(table, job, tile, num_tiles, used, 1024)
+
+
+@jobs_kernel
+def _decode(
+    flags,
+    table,
+    num_tiles,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REGULAR: tl.constexpr,
+):
+    SPAN: tl.constexpr = BLOCK if BITS == 8 else (BLOCK + 1) // 2
+    job, tile = job_and_tile(num_tiles)
+    first_block = tile.to(tl.int64) * ROWS
+    first = first_block * BLOCK
+    out, alpha, accumulate, left = output_of(table, job, first, REGULAR)
+    begin, half, end = _columns(left, BLOCK, SPAN, ROWS, REGULAR)
+    row = tl.arange(0, ROWS)[:, None]
+    data = tl.load(decode_row(table, job))
+    num_blocks = tl.cdiv(left + first, BLOCK)
+    scales = (data + 4 * first_block).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales + row, mask=row < num_blocks - first_block, other=0.0)
+    codes = pointer_to(data + 4 * num_blocks + first_block * SPAN, tl.uint8, 1 if SPAN % 4 else 4)
+    for start in range(0, SPAN, WIDTH):
+        i = start + tl.arange(0, WIDTH)[None, :]
+        mask = (i < half) & (begin + i < end)
+        byte = tl.load(codes + row * SPAN + i, mask=mask, other=0).to(tl.int32)
+        if BITS == 8:
+            deliver(out, alpha, accumulate, begin + i, mask, ((byte ^ 128) - 128).to(tl.float32) * scale)
+        else:
+            deliver(out, alpha, accumulate, begin + i, mask, (((byte & 15) ^ 8) - 8).to(tl.float32) * scale)
+            place = begin + half + i
+            mask = (i < half) & (place < end)
+            deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
+
+
+def _geometry(table: Table, bits: int, block: int, n_column: int, *address_columns: int) -> tuple[int, dict[str, int]]:
+    """Return how many programs a job gets, and the constants that say what each does."""
+    span = block if bits == 8 else -(-block // 2)
+    width = min(triton.next_power_of_2(span), TILE)
+    rows = TILE // width
+    full = table.any_bits(n_column, *address_columns) % 16 == 0 and not (table.words[:, n_column] % block).any()
+    num_tiles = max(1, triton.cdiv(triton.cdiv(table.most(n_column), block), rows))
+    regular = full and (bits == 8 or block % 2 == 0)
+    return num_tiles, {"BITS": bits, "BLOCK": block, "ROWS": rows, "WIDTH": width, "REGULAR": regular}
+
+
+def encode_block_quant(
+    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
+) -> list[bool]:
+    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
+    packing.check_threads(threads)
+    packing.check_block_quant(bits, block)
+    if stochastic:
+        packing.check_keys(jobs)
+    if not jobs:
+        return []
+    device = jobs[0].x.device
+    table = Table.of_encode(packing.pack_encode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
+    num_tiles, constants = _geometry(table, bits, block, ENCODE_N, X, RESIDUAL)
+    # Whether every row of a tile begins with a chunk of random numbers.
+    chunked = table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
+    if bits == 4:  # also the second half of a block
+        chunked = chunked and block % 256 == 0 and constants["REGULAR"]
+    constants |= {"STOCHASTIC": stochastic, "CHUNKED": stochastic and chunked}
+    table.launch(_encode, num_tiles, max_scale(2 ** (bits - 1) - 1), **constants)
+    return table.finite()
+
+
+def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
+    """Set value = code * scale of its block."""
+    packing.check_threads(threads)
+    packing.check_block_quant(bits, block)
+    if not jobs:
+        return
+    device = jobs[0].out.device
+    table = Table.of_decode(packing.pack_decode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
+    num_tiles, constants = _geometry(table, bits, block, DECODE_N, DECODE_OUT)
+    table.launch(_decode, num_tiles, **constants)
