@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire import BlockQuant, Cast, Dense, ErrorFeedback, Gather, OneBit, TopK, TwoShot, parse_recipe
+from thinwire import BlockQuant, Cast, Dense, ErrorFeedback, Gather, Identity, OneBit, TopK, TwoShot, parse_recipe
 from thinwire.aggregators import Aggregator
 from thinwire.errors import RecipeError
 from thinwire.recipes import recipe_names
@@ -33,6 +33,9 @@ KNOWN: dict[str, Aggregator] = {
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
     "topk:0.001:fp32": both(TopK(density=0.001, value_dtype=torch.float32), EF),
+    "identity": both(Identity()),
+    "fp16+bf16": TwoShot(up=Cast(dtype=torch.float16), down=Cast(dtype=torch.bfloat16)),
+    "topk:0.01+int8": TwoShot(up=TopK(density=0.01), down=BlockQuant(bits=8), feedback=EF),
     "gather/onebit": Gather(up=OneBit(), feedback=EF),
     "gather/int8:stochastic": Gather(up=BlockQuant(bits=8, rounding="stochastic")),
     "gather/fp16": Gather(up=Cast(dtype=torch.float16)),
@@ -92,6 +95,12 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("gather/gather/int8", "aggregator 'gather' or none", "'gather/gather'"),
         ("gather/", "one of fp16, bf16", "''"),
         ("gather/dense", "one of fp16, bf16", "'dense'"),
+        ("int8:nearest:stochastic", "each setting once", "'nearest:stochastic'"),
+        ("int4:block=64:block=128", "each setting once", "'block=64:block=128'"),
+        ("int8+", "one of fp16, bf16", "''"),
+        ("int8+int9", "one of fp16, bf16", "'int9'"),
+        ("dense+int8", "one compressor", "'dense+int8'"),
+        ("gather/int8+int8", "one compressor", "'int8+int8'"),
     ],
 )
 def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: str, got: str) -> None:
@@ -103,7 +112,7 @@ def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: st
     assert caught.value.__cause__ is None
 
 
-@given(st.text("abcdefgintoposk0123456789./:=-", max_size=20))
+@given(st.text("abcdefgintoposk0123456789./:=-+", max_size=20))
 def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
     try:
         found = parse_recipe(text)
@@ -114,4 +123,5 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 
 def test_every_kind_is_listed() -> None:
-    assert {text.split(":")[0].rpartition("/")[2] for text in KNOWN} == set(recipe_names())
+    kinds = {kind.split(":")[0] for text in KNOWN for kind in text.rpartition("/")[2].split("+")}
+    assert kinds == set(recipe_names())

@@ -1,5 +1,6 @@
 """The plan: a policy resolved once against a model. Printable; its digest is compared across ranks."""
 
+import dataclasses
 import difflib
 import fnmatch
 import hashlib
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
 from thinwire.comm.rounds import Round
+from thinwire.compressors import Identity
 from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
@@ -103,6 +105,26 @@ class Plan:
         """Whether nothing is compressed, so that DDP's own all-reduce does it all."""
         return all(isinstance(param.aggregator, Dense) for param in self.params)
 
+    def uncompressed(self) -> "Plan":
+        """Return the plan of dense steps: as this one, but that every compressor is exact.
+
+        Owners still sum, in rank order, so that buckets do not show in the bits of these steps either.
+        """
+        exact = TwoShot(up=Identity(), down=Identity())
+        return dataclasses.replace(
+            self,
+            params=tuple(
+                param
+                if isinstance(param.aggregator, Dense)
+                else dataclasses.replace(
+                    param,
+                    aggregator=exact,
+                    partitions=tuple(dataclasses.replace(p, aggregator=exact) for p in param.partitions),
+                )
+                for param in self.params
+            ),
+        )
+
     def messages(self, names: Sequence[str]) -> list[MessageLayout]:
         """Cut the parameters `names`, in this order, into messages.
 
@@ -138,8 +160,7 @@ class Plan:
     @property
     def busiest_nbytes(self) -> int:
         """The largest `sent_nbytes` of any rank."""
-        rounds = self._rounds()
-        return max(sum(r.sent_nbytes(rank) for r in rounds) for rank in range(self.world_size))
+        return int(sum(r.sent_nbytes_by_rank() for r in self._rounds()).max())
 
     def _rounds(self) -> list[Round]:
         names = [param.info.name for param in reversed(self.params)]

@@ -1,11 +1,12 @@
 """Recipe strings: the one table from short names to settings, for the command line and for `attach`.
 
-    recipe      = [aggregator "/"] kind *(":" argument)
-    aggregator  = "gather"                      (two-shot otherwise)
-    kind        = dense | fp16 | bf16 | int8 | int4 | onebit | topk
+    recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
+    aggregator  = "gather"                                         (two-shot otherwise)
+    compressor  = kind *(":" argument)
+    kind        = dense | fp16 | bf16 | int8 | int4 | onebit | topk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
-`dense`, `dense:bf16`, `gather/onebit`.
+`topk:0.01+int8`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
-from thinwire.compressors import BlockQuant, Cast, Compressor, OneBit, TopK, Unbiased, needs_feedback
+from thinwire.compressors import BlockQuant, Cast, Compressor, Identity, OneBit, TopK, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.spec import BlockSpec
@@ -25,6 +26,7 @@ T = TypeVar("T", int, float)
 
 def _block_quant(bits: int, arguments: Sequence[str]) -> BlockQuant:
     quant = BlockQuant(bits=bits)  # pyright: ignore[reportArgumentType]
+    settings = ["block" if argument.startswith("block=") else "rounding" for argument in arguments]
     for argument in arguments:
         if argument in ("stochastic", "nearest"):
             quant = dataclasses.replace(quant, rounding=argument)
@@ -32,7 +34,14 @@ def _block_quant(bits: int, arguments: Sequence[str]) -> BlockQuant:
             quant = dataclasses.replace(quant, block=_number(int, argument.removeprefix("block=")))
         else:
             raise RecipeError(f"expected 'stochastic', 'nearest' or 'block=N', got {argument!r}")
+    if len(set(settings)) < len(settings):
+        raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
     return quant
+
+
+def _identity(arguments: Sequence[str]) -> Identity:
+    _no_more(arguments)
+    return Identity()
 
 
 def _cast(dtype: torch.dtype, arguments: Sequence[str]) -> Cast:
@@ -63,6 +72,7 @@ _KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
     "int4": lambda arguments: _block_quant(4, arguments),
     "onebit": _one_bit,
     "topk": _top_k,
+    "identity": _identity,
 }
 
 
@@ -84,10 +94,13 @@ def parse_recipe(text: str) -> Aggregator:
         TopK(density=0.01, value_dtype=torch.float16)
     """
     aggregator, slash, rest = text.strip().rpartition("/")
-    kind, *arguments = rest.split(":")
+    first, plus, second = rest.partition("+")
+    kind, *arguments = first.split(":")
     try:
         if aggregator not in ("", "gather") or (slash and not aggregator):
             raise RecipeError(f"expected the aggregator 'gather' or none, got {aggregator!r}")
+        if plus and (aggregator or "dense" in (kind, second.partition(":")[0])):
+            raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")
         if kind == "dense" and not aggregator:
             dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
             if arguments and arguments[0] not in dtypes:
@@ -95,15 +108,20 @@ def parse_recipe(text: str) -> Aggregator:
             _no_more(arguments[1:])
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
         if kind not in _KINDS:
-            known = _KINDS if aggregator else recipe_names()
+            known = _KINDS if aggregator or plus else recipe_names()
             raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
-        compressor = _KINDS[kind](arguments)
-        feedback = default_feedback(compressor)
+        up = _KINDS[kind](arguments)
+        if aggregator == "gather":
+            return Gather(up=up, feedback=default_feedback(up))
+        if not plus:
+            return TwoShot(up=up, down=up, feedback=default_feedback(up))
+        kind, *arguments = second.split(":")
+        if kind not in _KINDS:
+            raise RecipeError(f"expected one of {', '.join(_KINDS)}, got {kind!r}")
+        down = _KINDS[kind](arguments)
+        return TwoShot(up=up, down=down, feedback=default_feedback(up) or default_feedback(down))
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
-    if aggregator == "gather":
-        return Gather(up=compressor, feedback=feedback)
-    return TwoShot(up=compressor, down=compressor, feedback=feedback)
 
 
 def default_feedback(compressor: Compressor) -> ErrorFeedback | None:

@@ -4,6 +4,7 @@ In a checkpoint residuals have the shape of their parameter; partitions and buck
 own.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from thinwire.errors import StateError
 from thinwire.plan import Plan
 
 FORMAT = 1
-_KEYS = ("rank", "world_size", "partition_numel", "step", "loss_scale", "learning_rates", "worker", "owner")
+_KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", "worker", "owner")
 
 
 class State:
@@ -46,6 +47,17 @@ class State:
                 for partition in param.partitions:
                     if partition.owner == rank:
                         self.owner[partition.name, partition.offset] = torch.zeros(partition.numel, dtype=torch.float32)
+
+    @property
+    def _owners(self) -> str:
+        """A digest of who owns which of the partitions with an owner's residual."""
+        owners = [
+            f"{p.name} {p.offset} {p.owner}"
+            for param in self._plan.params
+            if keeps_residual(param.aggregator.down, param.aggregator.feedback)
+            for p in param.partitions
+        ]
+        return hashlib.sha256("\n".join(owners).encode()).hexdigest()
 
     def residual(self, partition: Partition) -> Tensor | None:
         """Return the slice of this rank's residual that belongs to a partition, or None."""
@@ -84,6 +96,7 @@ class State:
             "rank": self._rank,
             "world_size": self._plan.world_size,
             "partition_numel": self._plan.options.partition_numel,
+            "owners": self._owners,
             "step": self.step,
             "loss_scale": self.loss_scale,
             "learning_rates": dict(self.learning_rates),
@@ -95,7 +108,8 @@ class State:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
 
         Raises:
-            StateError: another format, rank, world size or partition size, or parameters that differ.
+            StateError: another format, rank, world size, partition size or owners, or parameters that
+                differ.
         """
         if state.get("format") != FORMAT:
             raise StateError(f"expected a thinwire state of format {FORMAT}, got {state.get('format')!r}")
@@ -111,6 +125,11 @@ class State:
                     f"state was saved with {key} {state[key]}, this run has {expected}; residuals belong to their "
                     "rank: gather the states of all ranks and pass them through thinwire.reshard_state"
                 )
+        if state["owners"] not in (None, self._owners):
+            raise StateError(
+                "state was saved when partitions had other owners: parameters were added, frozen or removed since, or "
+                "sent by another recipe; gather the states of all ranks and pass them through thinwire.reshard_state"
+            )
         owned = {name for name, _ in self.owner}
         for kind, names in (("worker", set(self.worker)), ("owner", owned)):
             saved: Mapping[str, Tensor] = state[kind]
@@ -184,6 +203,7 @@ def reshard_state(
             "rank": rank,
             "world_size": world_size,
             "partition_numel": partition_numel,
+            "owners": None,  # every state holds all owners' residuals: whoever owns a partition next takes its part
             "worker": _cloned(worker.items()),
             "owner": _cloned(owner.items()),
         }

@@ -386,13 +386,30 @@ def test_used_on_one_rank_is_used(aggregator: Aggregator) -> None:
 
 @with_feedback
 def test_unused_and_not_finite_at_once(aggregator: Aggregator) -> None:
+    """Nothing is delivered, so all stays owed, in the units of this step."""
     world = World(aggregator, 2)
     world.run()
-    before = world.residuals()
+    before = world.owed()
     grads = [gradients(rank, 1) for rank in range(2)]
     grads[0]["gain"][0] = float("nan")
     world.run(grads, unused={0: {"layer.weight"}, 1: {"layer.weight"}}, unit_ratio=2.0)
-    assert world.residuals() == before
+    for name, owed in world.owed().items():
+        assert torch.equal(owed, 2 * before[name])
+
+
+@all_aggregators
+def test_a_mean_too_large_for_16_bits_is_not_finite(aggregator: Aggregator) -> None:
+    """Scales are float32: a decoded value may exceed what a float16 parameter holds, where no gradient did."""
+    world = World(aggregator, 2, dtype=torch.float16)
+    grads = [{name: torch.full_like(g, 65504.0) for name, g in gradients(rank, 0).items()} for rank in range(2)]
+    for step in range(4):
+        grads = [{name: g * (1 if i % 2 else 0.999) for i, (name, g) in enumerate(own.items())} for own in grads]
+        means = world.run([{name: g.clone() for name, g in own.items()} for own in grads])
+        flagged = [{name for message in world.messages for _, name in message[rank].nonfinite} for rank in range(2)]
+        assert flagged[0] == flagged[1]
+        for own in means:
+            for name, mean in own.items():
+                assert bool(mean.half().isfinite().all()) or bool(mean.isnan().all()), (step, name)
 
 
 @pytest.mark.parametrize("num_names", range(1, 71))
@@ -547,7 +564,7 @@ def test_a_message_that_recurs_gives_the_bytes_of_fresh_ones(aggregator: Aggrega
                 own[rank][name].copy_(gradient)
             message.begin(step)
             for block in message.blocks:
-                block.residual_scale = 1.0 + step / 8
+                block.residual_scale = block.unit_ratio = 1.0 + step / 8
         if step == 2:  # not finite: nan for all, residuals as they were
             own[1]["gain"].fill_(float("inf"))
         run_lock_step([type(aggregator).exchange(m) for m in messages], layout.rounds)

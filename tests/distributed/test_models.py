@@ -178,8 +178,8 @@ def test_ignored_parameters_are_no_business_of_the_plan(ranks):
     assert results[0][0] == ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
 
 
-def _warm_up(rank, world_size):
-    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+def _warm_up(rank, world_size, cap):
+    model = DDP(seeded(Tower), bucket_cap_mb=cap)
     plain = DDP(seeded(Tower), bucket_cap_mb=0.01)
     same, residuals = [], []
     with attached(model, "onebit", start_after=3) as link:
@@ -192,12 +192,20 @@ def _warm_up(rank, world_size):
     return same, residuals, digest(gradients(model))
 
 
-def test_the_warm_up_is_ddp_to_the_bit(ranks):
-    results = ranks(2).run(_warm_up)
+def test_the_warm_up_of_two_ranks_is_ddp_to_the_bit(ranks):
+    results = ranks(2).run(_warm_up, 0.01)
     for same, residuals, bits in results:
         assert same == [True, True, True, False, False]
         assert residuals == [False, False, False, True, True]
         assert bits == results[0][2]
+
+
+def test_buckets_do_not_show_in_the_bits_of_the_warm_up(ranks):
+    """Three ranks: DDP's own sums would differ."""
+    small, large = (ranks(3).run(_warm_up, cap) for cap in (0.01, 25))
+    for (_, residuals, bits), (_, _, others) in zip(small, large, strict=True):
+        assert residuals == [False, False, False, True, True]
+        assert bits == others == large[0][2]
 
 
 def _globals(rank, world_size, recipe):

@@ -114,12 +114,9 @@ class Message:
         Residuals are copied first: a step that is not finite anywhere must leave them as they were.
         """
         started = time.perf_counter()
-        if section not in self._encodes:
-            self._encodes[section] = self._prepare_encode(section)
-        undo, groups = self._encodes[section]
-        undo.save(self.buffers)
+        self.hold(section)
         bad: set[str] = set()
-        for group, batch in groups:
+        for group, batch in self._encodes[section][1]:
             scales = [self.blocks[place].residual_scale for place in group.places]
             batch.at(out, step=self.step, residual_scales=scales)
             finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
@@ -128,6 +125,12 @@ class Message:
                 bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
         self.encode_s += time.perf_counter() - started
         return bad
+
+    def hold(self, section: Section) -> None:
+        """Copy the residuals of blocks; of those that are not encoded in this step, so that `finish` finds them too."""
+        if section not in self._encodes:
+            self._encodes[section] = self._prepare_encode(section)
+        self._encodes[section][0].save(self.buffers)
 
     def decode(self, section: Section, data: Tensor, *, accumulate: bool = False) -> None:
         """Set the values of blocks from their bytes in `data`, or add to them."""
@@ -171,7 +174,7 @@ class Message:
             yield group, [start for _, start in found], [compressor.nbytes(spec) for spec in specs]
 
     def restore(self) -> None:
-        """Put residuals back to their values from before this step."""
+        """Put residuals back to their values from before this step, in the units they then had."""
         for undo, _ in self._encodes.values():
             for residual, saved in undo.saved():
                 residual.copy_(saved)
@@ -182,17 +185,28 @@ class Message:
             undo.forget(self.buffers)
 
     def finish(self) -> None:
-        """Apply the non-finite and unused rules once all headers are known. Call at the end of every exchange."""
+        """Apply the non-finite and unused rules once all values are there. Call at the end of every exchange.
+
+        What is not delivered stays owed: residuals are put back, in the units of this step.
+        """
+        if not self.nonfinite:
+            # A mean that float32 holds may be too large for a 16-bit parameter. All ranks have the same values.
+            for block in self.blocks:
+                dtype = block.partition.dtype
+                if dtype.itemsize < 4 and not bool(block.value.to(dtype).isfinite().all()):
+                    self.nonfinite.add((MEAN, block.partition.name))
         if self.nonfinite:
             for block in self.blocks:
                 block.value.fill_(float("nan"))
-            self.restore()
-        elif self.unused:
-            # DDP discards what is delivered for these, so what was owed to them stays owed, in this step's units.
-            for undo, _ in self._encodes.values():
-                for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
-                    if self.blocks[place].partition.name in self.unused:
-                        torch.mul(saved, self.blocks[place].unit_ratio, out=residual)
+            self._put_back(set(self.layout.names))
+        elif self.unused:  # DDP discards what is delivered for these
+            self._put_back(self.unused)
+
+    def _put_back(self, names: Set[str]) -> None:
+        for undo, _ in self._encodes.values():
+            for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
+                if self.blocks[place].partition.name in names:
+                    torch.mul(saved, self.blocks[place].unit_ratio, out=residual)
 
     def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
         """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""

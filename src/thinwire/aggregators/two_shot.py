@@ -112,6 +112,8 @@ class TwoShot(Aggregator):
             for place in own_up.places:
                 message.blocks[place].value.div_(world_size)
             bad = message.encode(own_down, own)
+        else:
+            message.hold(own_down)
         message.write_header(own[:header], bad, used=False)
         buffers.give(received)
         yield Transfer(pull, own, gathered)

@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     except ThinwireError as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("thinwire: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
 from thinwire.errors import ThinwireError
+from thinwire.lab.units import MAX_NODES
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -74,10 +75,14 @@ def run_settings(settings: Settings, *, json_file: str | None, report: Path | No
     from thinwire.bench.engine import run_benchmark
     from thinwire.bench.progress import make_progress
 
+    # Better now than after minutes of measuring:
     if report is not None:
         from thinwire.bench.plots import require_matplotlib
 
-        require_matplotlib()  # better now than after minutes of measuring
+        require_matplotlib()
+    for path in (report, None if json_file in (None, "-") else Path(json_file)):
+        if path is not None:
+            check_writable(path, folder=path is report)
     progress = make_progress(settings)
     with progress:
         document = run_benchmark(settings, progress.on_event)
@@ -96,6 +101,17 @@ def run_settings(settings: Settings, *, json_file: str | None, report: Path | No
     if different:
         print(f"thinwire: replicas differ after {', '.join(different)}", file=sys.stderr)
     return 1 if different else 0
+
+
+def check_writable(path: Path, *, folder: bool = False) -> None:
+    """Raise `ThinwireError` unless a file, or a folder, can be made at `path`."""
+    try:
+        if folder:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.open("a").close()
+    except OSError as error:
+        raise ThinwireError(f"cannot write {path}: {error.strerror}") from error
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,10 +152,10 @@ def positive_int(text: str) -> int:
 
 
 def at_least_two(text: str) -> int:
-    """A number of hosts between which something can be exchanged."""
+    """A number of hosts between which something can be exchanged, and that the lab can make."""
     value = _number(int, text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"expected at least 2 hosts, got {text!r}")
+    if not 2 <= value <= MAX_NODES:
+        raise argparse.ArgumentTypeError(f"expected 2 to {MAX_NODES} hosts, got {text!r}")
     return value
 
 

@@ -6,7 +6,9 @@ counters and the cost model. Drivers only move or sum; they know no compressor.
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,10 @@ class AllToAll:
         """Bytes that leave `rank`."""
         return sum(self.nbytes) - self.nbytes[rank]
 
+    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+        """Bytes that leave each rank."""
+        return sum(self.nbytes) - np.array(self.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
@@ -31,6 +37,10 @@ class AllGather:
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`."""
         return self.nbytes[rank] * (len(self.nbytes) - 1)
+
+    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+        """Bytes that leave each rank."""
+        return np.array(self.nbytes) * (len(self.nbytes) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,10 @@ class AllReduce:
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`."""
         return round(2 * (self.world_size - 1) / self.world_size * self.numel * self.dtype.itemsize)
+
+    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+        """Bytes that leave each rank."""
+        return np.full(self.world_size, self.sent_nbytes(0))
 
 
 Round = AllToAll | AllGather | AllReduce

@@ -11,15 +11,13 @@ from thinwire.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """How a bucket is exchanged; made once for each set of parameters that DDP puts in a bucket.
+    """How a bucket is exchanged by a plan.
 
     Attributes:
-        dense: the whole bucket by one all-reduce, for the dense warm-up.
         layouts: its messages.
         starts: per message and partition, the first element in the bucket.
     """
 
-    dense: MessageLayout
     layouts: tuple[MessageLayout, ...]
     starts: tuple[tuple[int, ...], ...]
 
@@ -31,12 +29,11 @@ class BucketPlan:
 
 def plan_bucket(plan: Plan, names: Sequence[str], buffer: Tensor) -> BucketPlan:
     """Find where every partition lies: parameters follow one another in the bucket, in the order of `names`."""
-    whole = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    dense = _whole(plan, whole, buffer, Dense())
     layouts = plan.messages(names)
     settings = layouts[0].partitions[0].aggregator
     if isinstance(settings, Dense):
-        return BucketPlan(dense, (_whole(plan, whole, buffer, settings),), ((0,),))
+        whole = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        return BucketPlan((_whole(plan, whole, buffer, settings),), ((0,),))
     first: dict[str, int] = {}
     start = 0
     for name in names:
@@ -44,7 +41,7 @@ def plan_bucket(plan: Plan, names: Sequence[str], buffer: Tensor) -> BucketPlan:
         start += plan.by_name[name].info.numel
     assert start == buffer.numel(), f"bucket of {buffer.numel()} elements for parameters of {start}"
     starts = tuple(tuple(first[p.name] + p.offset for p in layout.partitions) for layout in layouts)
-    return BucketPlan(dense, tuple(layouts), starts)
+    return BucketPlan(tuple(layouts), starts)
 
 
 def _whole(plan: Plan, name: str, buffer: Tensor, settings: Dense) -> MessageLayout:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Dense, Message
+from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver
-from thinwire.errors import NonFiniteError
+from thinwire.errors import NonFiniteError, StateError
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
@@ -60,6 +60,7 @@ class _Bucket:
 
     names: tuple[str, ...]
     buffer: Tensor
+    source: Plan  # what the plan was made from: the link's, or in dense steps the uncompressed one
     plan: BucketPlan
     work: Tensor  # float32, what messages work on: the buffer itself, or a copy where it is of another dtype
     messages: list[Message]
@@ -105,10 +106,12 @@ class Link:
         self.state = State(plan, params, rank)
         self.error: BaseException | None = None
         self.skipped_steps = 0
+        self._failed: BaseException | None = None  # what ended the exchange for good
         self._names = {id(param): name for name, param in params.items()}
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
         self._start_after, self._on_nonfinite = start_after, on_nonfinite
+        self._dense_plan = plan.uncompressed()
         self._threads = threads
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
@@ -148,7 +151,15 @@ class Link:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`."""
+        """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`.
+
+        Raises:
+            StateError: an exchange failed, so that some residuals are of the step that failed and others are not.
+        """
+        if self._failed is not None:
+            raise StateError(
+                "an exchange failed, and residuals are between two steps: go on from the checkpoint before it"
+            ) from self._failed
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,10 +189,9 @@ class Link:
         if bucket.index() == 0:
             self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
-        ours = self._bucket(bucket)
-        if step.number < self._start_after or ours.plan.is_dense:
-            layout = ours.plan.dense if step.number < self._start_after else ours.plan.layouts[0]
-            messages = [Message(layout, [], self.rank, flat=ours.buffer, buffers=self._buffers)]
+        ours = self._bucket(bucket, self._dense_plan if step.number < self._start_after else self.plan)
+        if ours.plan.is_dense:
+            messages = [Message(ours.plan.layouts[0], [], self.rank, flat=ours.buffer, buffers=self._buffers)]
         else:
             if ours.work is not ours.buffer:
                 ours.work.copy_(ours.buffer)
@@ -201,26 +211,26 @@ class Link:
                 self._used.clear()
         for message in messages:
             kind = type(message.layout.partitions[0].aggregator)
-            exchange = Dense.exchange(message) if message.flat is not None else kind.exchange(message)
-            done = self._driver.submit(exchange, message.layout.rounds)
+            done = self._driver.submit(kind.exchange(message), message.layout.rounds)
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 
-    def _bucket(self, bucket: dist.GradBucket) -> _Bucket:
+    def _bucket(self, bucket: dist.GradBucket, source: Plan) -> _Bucket:
         """Return what is kept of a bucket, made anew where DDP has other ones, or the last step is still under way."""
         index, buffer = bucket.index(), bucket.buffer()
         names = tuple(self._names[id(param)] for param in bucket.parameters())
         ours = self._buckets.get(index)
         if (
             ours is None
+            or ours.source is not source
             or ours.names != names
             or ours.buffer.data_ptr() != buffer.data_ptr()  # ours is kept, so that no other can lie at its address
             or (ours.waiter is not None and ours.waiter.pending > 0)
         ):
-            plan = plan_bucket(self.plan, names, buffer)
+            plan = plan_bucket(source, names, buffer)
             work = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
             messages = [] if plan.is_dense else self._messages(plan, work)
-            ours = self._buckets[index] = _Bucket(names, buffer, plan, work, messages)
+            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages)
         if bucket.is_last():
             self._buckets = {i: kept for i, kept in self._buckets.items() if i <= index}
         return ours
@@ -229,10 +239,7 @@ class Link:
         return [
             Message(
                 layout,
-                [
-                    Block(p, work[at : at + p.numel], self.state.residual(p), self.state.owner_residual(p))
-                    for p, at in zip(layout.partitions, starts, strict=True)
-                ],
+                [self._block(p, work[at : at + p.numel]) for p, at in zip(layout.partitions, starts, strict=True)],
                 self.rank,
                 threads=self._threads,
                 buffers=self._buffers,
@@ -252,6 +259,11 @@ class Link:
                         step.learning_rates[name] = float(group["lr"])
         self._step = step
         return step
+
+    def _block(self, partition: Partition, value: Tensor) -> Block:
+        if partition.aggregator.feedback is None:
+            return Block(partition, value)
+        return Block(partition, value, self.state.residual(partition), self.state.owner_residual(partition))
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
@@ -283,6 +295,7 @@ class Link:
                 step.squared_norm += squared_norm
             else:
                 # At once: backward raises for the first bucket that fails, while others are still under way.
+                self._failed = self._failed or error
                 step.error = step.error or error
                 self.error = self.error or error
             step.pending -= 1

@@ -28,7 +28,6 @@ from thinwire.lab.delay import fork_delay_line
 from thinwire.lab.units import LinkRate
 
 SUBNET = "10.117.0"
-MAX_NODES = 250
 END_TIMEOUT_S = 10.0
 
 

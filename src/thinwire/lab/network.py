@@ -17,7 +17,7 @@ from thinwire.errors import LabError
 from thinwire.lab import bare
 from thinwire.lab.counters import read_interface
 from thinwire.lab.run import OnLine, RankCommand, Run
-from thinwire.lab.units import LinkRate, NodeRates, Rate, expand_rates, parse_duration, parse_rate
+from thinwire.lab.units import MAX_NODES, LinkRate, NodeRates, Rate, expand_rates, parse_duration, parse_rate
 
 Direction = Literal["up", "down", "both"]
 
@@ -172,8 +172,8 @@ class Lab(Network):
 
     def __init__(self, nodes: int, rate: NodeRates = None, latency: str | float | None = None, nproc_per_node: int = 1):
         super().__init__(nodes, nproc_per_node)
-        if nodes > 250:
-            raise LabError(f"a lab has at most 250 nodes, got {nodes}")
+        if nodes > MAX_NODES:
+            raise LabError(f"a lab has at most {MAX_NODES} nodes, got {nodes}")
         if not sys.platform.startswith("linux"):
             raise LabError(f"the lab emulates hosts with Linux network namespaces; this is {sys.platform}")
         self.rates = list(expand_rates(rate, nodes))

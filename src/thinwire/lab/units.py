@@ -9,6 +9,8 @@ from thinwire.errors import LabError
 
 Rate: TypeAlias = str | float | None
 
+MAX_NODES = 250  # one byte of an address numbers them
+
 RATE_UNITS = {"": 1, "bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER_AND_UNIT = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
