@@ -79,6 +79,36 @@ def test_checkpoints_have_the_same_keys_on_every_rank_from_the_start() -> None:
             assert list(one[kind]) == list(dicts[0][kind]) == [name for name in model() if name != "dense.bias"]
 
 
+def test_a_state_of_other_owners_is_refused_and_resharded() -> None:
+    """A parameter that is frozen or added moves the owners of others, and with them the residuals they kept."""
+
+    def state_of(names: list[str], rank: int) -> State:
+        params = {name: tensor for name, tensor in model().items() if name in names}
+        options = PlanOptions(partition_numel=100, min_nbytes=0)
+        dense = ("dense.bias", "scalar")
+        plan = build_plan(
+            params.items(), lambda info: None if info.name in dense else parse_recipe("onebit"), 3, options
+        )
+        return State(plan, params, rank)
+
+    without = [name for name in model() if name not in ("dense.bias", "scalar")]
+    old = [state_of(without, rank) for rank in range(3)]
+    new = [state_of([*without, "dense.bias", "scalar"], rank) for rank in range(3)]
+    for rank, state in enumerate(old):
+        for residual in (*state.worker.values(), *state.owner.values()):
+            residual.fill_(1 + rank)
+    assert {place for state in old for place in state.owner} == {place for state in new for place in state.owner}
+    moved = [set(a.owner) != set(b.owner) for a, b in zip(old, new, strict=True)]
+    assert any(moved), "the test needs owners that move"
+    with pytest.raises(StateError, match=r"other owners.*reshard_state"):
+        new[0].load_state_dict(old[0].state_dict())
+    for rank, saved in enumerate(reshard_state([state.state_dict() for state in old], 3, partition_numel=100)):
+        new[rank].load_state_dict(saved)
+    for name in without:
+        owed_then, owed_now = (sum(s.state_dict()["owner"][name] for s in states) for states in (old, new))
+        assert torch.equal(owed_then, owed_now)
+
+
 def test_a_checkpoint_shares_no_memory_with_the_state() -> None:
     state = make(0, 2)
     saved = state.state_dict()

@@ -89,7 +89,9 @@ def test_bytes_at_the_interface_are_those_of_the_plan():
         (["bench", "--methods", "ddp,ddp"], "different"),
         (["bench", "--workload", "imagenet"], "imagenet"),
         (["bench", "--workload", "replay:vgg16/7"], "narrowest"),
-        (["bench", "--nodes", "1"], "at least 2"),
+        (["bench", "--nodes", "1"], "2 to 250"),
+        (["bench", "--nodes", "251"], "2 to 250"),
+        (["bench", "--optimizer", "lion"], "lion"),
         (["bench", "--rate", "fast"], "fast"),
         (["bench", "--latency", "soon"], "soon"),
         (["bench", "--steps", "3", "--seconds", "3"], "not allowed"),
@@ -105,3 +107,24 @@ def test_wrong_arguments_end_with_status_2_and_a_readable_line(
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert last_line.startswith(f"thinwire {arguments[0]}: error: ")
     assert word in last_line
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    for option, path in (("--json", tmp_path / "none" / "x.json"), ("--report", tmp_path / "file" / "report")):
+        assert main(["bench", option, str(path)]) == 1
+        captured = capsys.readouterr()
+        reason = "No such file or directory" if option == "--json" else "Not a directory"
+        assert captured.err == f"thinwire: cannot write {path}: {reason}\n"
+        assert not captured.out
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thinwire.bench.engine.open_network", interrupted)
+    assert main(["bench", "--json", "-"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "thinwire: interrupted"

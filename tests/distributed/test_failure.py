@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Tower, attached, batch, loss, seeded
 
-from thinwire.errors import RankLostError
+from thinwire.errors import RankLostError, StateError
 
 LIMIT_S = 20.0
 
@@ -37,6 +37,8 @@ def _until_it_fails(rank, world_size, recipe, victim, how):
                 loss(model, batch(rank, step, width=width)).backward()
             except RuntimeError as error:
                 assert isinstance(link.error, RankLostError), link.error
+                with pytest.raises(StateError, match="go on from the checkpoint before it"):
+                    link.state_dict()
                 seconds = time.monotonic() - started
                 _say_it_again(model, rank, step, width)
                 return str(error), seconds, step
