@@ -160,7 +160,7 @@ class Plan:
     @property
     def busiest_nbytes(self) -> int:
         """The largest `sent_nbytes` of any rank."""
-        return int(sum(r.sent_nbytes_by_rank() for r in self._rounds()).max())
+        return max(map(sum, zip(*(r.sent_nbytes_by_rank() for r in self._rounds()), strict=True)))
 
     def _rounds(self) -> list[Round]:
         names = [param.info.name for param in reversed(self.params)]

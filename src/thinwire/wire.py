@@ -3,8 +3,10 @@
 All numbers on the wire are little-endian.
 """
 
+import itertools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,12 @@ ALIGNMENT = 4  # every encoded block starts and ends on a multiple of this many 
 def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Round up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
+
+
+def split(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Cut a flat tensor into blocks of these sizes, one after another; views."""
+    ends = list(itertools.accumulate(sizes))
+    return [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

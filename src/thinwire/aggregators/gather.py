@@ -11,6 +11,7 @@ from thinwire.comm.rounds import AllGather, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity
 from thinwire.feedback import ErrorFeedback
 from thinwire.kernels import active
+from thinwire.wire import split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ class Gather(Aggregator):
         yield Transfer(gather, own, gathered)
         message.buffers.give(own)
 
-        sources = gathered.split(nbytes)
+        sources = split(gathered, gather.nbytes)
         message.read_headers(sources)
         if not message.nonfinite:
             for source, data in enumerate(sources):

@@ -14,6 +14,7 @@ from thinwire.compressors import Compressor
 from thinwire.kernels import DecodeBatch, EncodeBatch
 from thinwire.random import OWNER_STREAM, Key
 from thinwire.spec import BlockSpec
+from thinwire.wire import split
 
 MEAN = -1  # stands for "the mean over ranks" where a rank is named
 
@@ -266,7 +267,7 @@ class _Undo:
 
     def _pieces(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         assert self._buffer is not None
-        return self._buffer.view(torch.float32).split([tensor.numel() for tensor in tensors])
+        return split(self._buffer.view(torch.float32), [tensor.numel() for tensor in tensors])
 
 
 def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:

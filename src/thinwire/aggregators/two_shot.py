@@ -11,6 +11,7 @@ from thinwire.aggregators.message import Message, Section
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
 from thinwire.compressors import Compressor
 from thinwire.feedback import ErrorFeedback
+from thinwire.wire import split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +96,13 @@ class TwoShot(Aggregator):
         send = buffers.take(sum(push.nbytes))
         received = buffers.take(world_size * push.nbytes[rank])
         bad = message.encode(all_up, send)
-        for block in send.split(push.nbytes):
+        for block in split(send, push.nbytes):
             message.write_header(block[:header], bad, used=True)
         yield Transfer(push, send, received)
         buffers.give(send)
 
         # Mean, in rank order, into the values of the partitions owned here: they have been sent.
-        sources = received.split(push.nbytes[rank])
+        sources = split(received, [push.nbytes[rank]] * world_size)
         message.read_headers(sources)
         own = buffers.take(pull.nbytes[rank])
         gathered = buffers.take(sum(pull.nbytes))
@@ -120,7 +121,7 @@ class TwoShot(Aggregator):
         buffers.give(own)
 
         # Down: everyone, the owner included, decodes the same bytes.
-        message.read_mean_headers(gathered.split(pull.nbytes))
+        message.read_mean_headers(split(gathered, pull.nbytes))
         if not message.nonfinite:
             message.decode(all_down, gathered)
         buffers.give(gathered)

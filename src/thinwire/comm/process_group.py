@@ -31,6 +31,7 @@ from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
 from thinwire.errors import AttachError
+from thinwire.wire import split
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
@@ -44,9 +45,9 @@ def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     match transfer.round:
         case AllToAll(nbytes):
-            _exchange(transfer.send.split(nbytes), transfer.receive.split([nbytes[rank]] * world_size), group)
+            _exchange(split(transfer.send, nbytes), split(transfer.receive, [nbytes[rank]] * world_size), group)
         case AllGather(nbytes):
-            _exchange([transfer.send] * world_size, transfer.receive.split(nbytes), group)
+            _exchange([transfer.send] * world_size, split(transfer.receive, nbytes), group)
         case AllReduce():
             group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:

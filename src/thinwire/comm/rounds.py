@@ -6,9 +6,7 @@ counters and the cost model. Drivers only move or sum; they know no compressor.
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,9 +21,10 @@ class AllToAll:
         """Bytes that leave `rank`."""
         return sum(self.nbytes) - self.nbytes[rank]
 
-    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+    def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""
-        return sum(self.nbytes) - np.array(self.nbytes)
+        total = sum(self.nbytes)
+        return [total - kept for kept in self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,9 @@ class AllGather:
         """Bytes that leave `rank`."""
         return self.nbytes[rank] * (len(self.nbytes) - 1)
 
-    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+    def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""
-        return np.array(self.nbytes) * (len(self.nbytes) - 1)
+        return [nbytes * (len(self.nbytes) - 1) for nbytes in self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,9 @@ class AllReduce:
         """Bytes that leave `rank`."""
         return round(2 * (self.world_size - 1) / self.world_size * self.numel * self.dtype.itemsize)
 
-    def sent_nbytes_by_rank(self) -> "np.ndarray[Any, Any]":
+    def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""
-        return np.full(self.world_size, self.sent_nbytes(0))
+        return [self.sent_nbytes(0)] * self.world_size
 
 
 Round = AllToAll | AllGather | AllReduce
