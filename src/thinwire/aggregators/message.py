@@ -10,11 +10,11 @@ from torch import Tensor
 from thinwire.aggregators.base import MessageLayout, Partition
 from thinwire.aggregators.buffers import BufferPool
 from thinwire.aggregators.header import bitmap, names_in, read_header, write_header
+from thinwire.aggregators.undo import Undo
 from thinwire.compressors import Compressor
 from thinwire.kernels import DecodeBatch, EncodeBatch
 from thinwire.random import OWNER_STREAM, Key
 from thinwire.spec import BlockSpec
-from thinwire.wire import split
 
 MEAN = -1  # stands for "the mean over ranks" where a rank is named
 
@@ -99,7 +99,7 @@ class Message:
     unused: set[str] = field(default_factory=lambda: set())
     encode_s: float = 0.0
     decode_s: float = 0.0
-    _encodes: dict[Section, tuple["_Undo", list[tuple[_Group, EncodeBatch]]]] = field(default_factory=lambda: {})
+    _encodes: dict[Section, tuple[Undo, list[tuple[_Group, EncodeBatch]]]] = field(default_factory=lambda: {})
     _decodes: dict[Section, list[tuple[_Group, DecodeBatch]]] = field(default_factory=lambda: {})
 
     def begin(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Message:
             group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
         self.decode_s += time.perf_counter() - started
 
-    def _prepare_encode(self, section: Section) -> tuple["_Undo", list[tuple[_Group, EncodeBatch]]]:
+    def _prepare_encode(self, section: Section) -> tuple[Undo, list[tuple[_Group, EncodeBatch]]]:
         residuals = {
             place: block.owner_residual if section.down else block.residual
             for place, block in ((place, self.blocks[place]) for place in section.places)
@@ -155,7 +155,7 @@ class Message:
             keys = [Key(b.partition.key, 0, stream, b.partition.offset) for b in blocks]
             owed = [residuals[place] for place in group.places]
             prepared.append((group, EncodeBatch([b.value for b in blocks], owed, keys, starts, nbytes)))
-        return _Undo([(place, r) for place, r in residuals.items() if r is not None]), prepared
+        return Undo([(place, r) for place, r in residuals.items() if r is not None]), prepared
 
     def _prepare_decode(self, section: Section) -> list[tuple[_Group, DecodeBatch]]:
         return [
@@ -233,51 +233,3 @@ class Message:
         for data in headers:
             _, nonfinite = read_header(data, len(self.layout.names))
             self.nonfinite |= {(MEAN, name) for name in names_in(nonfinite, self.layout.names)}
-
-
-class _Undo:
-    """Residuals of a section with their values from before this step."""
-
-    def __init__(self, residuals: Sequence[tuple[int, Tensor]]) -> None:
-        self.residuals = residuals  # (place, residual)
-        self._runs = _joined([residual for _, residual in residuals])
-        self._buffer: Tensor | None = None
-
-    def save(self, buffers: BufferPool) -> None:
-        """Copy the residuals to a buffer, taken from `buffers`."""
-        if not self._runs:
-            return
-        assert self._buffer is None, "encoded twice in one step"
-        self._buffer = buffers.take(4 * sum(run.numel() for run in self._runs))
-        for run, saved in zip(self._runs, self._pieces(self._runs), strict=True):
-            saved.copy_(run)
-
-    def saved(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield (residual, saved values)."""
-        if self._buffer is None:
-            return ()
-        owed = [residual for _, residual in self.residuals]
-        return zip(owed, self._pieces(owed), strict=True)
-
-    def forget(self, buffers: BufferPool) -> None:
-        """Give the buffer back."""
-        if self._buffer is not None:
-            buffers.give(self._buffer)
-            self._buffer = None
-
-    def _pieces(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        assert self._buffer is not None
-        return split(self._buffer.view(torch.float32), [tensor.numel() for tensor in tensors])
-
-
-def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same memory as fewer tensors, in the same order: neighbours in memory become one."""
-    joined: list[Tensor] = []
-    for tensor in tensors:
-        if joined and tensor.data_ptr() == joined[-1].data_ptr() + 4 * joined[-1].numel():
-            last = joined[-1]
-            if tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr():
-                joined[-1] = last.as_strided((last.numel() + tensor.numel(),), (1,))
-                continue
-        joined.append(tensor)
-    return joined
