@@ -1,4 +1,4 @@
-// What one call is asked to do: arrays of these structs, packed by kernels/native.py and read here as they lie.
+// What one call is asked to do: arrays of these structs, packed by kernels/packing.py and read here as they lie.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace thinwire {
 
-// struct format "<7Q2IfI" in native.py.
+// struct format "<7Q2IfI" in packing.py.
 struct EncodeJob {
     const f32* x;
     f32* residual;  // null: none
     std::uint8_t* out;
     std::uint64_t n;
-    std::uint64_t out_nbytes;  // payload and padding; native.py made sure that the payload fits
+    std::uint64_t out_nbytes;  // payload and padding; packing.py made sure that the payload fits
     std::uint64_t key;
     std::uint64_t offset;  // of x[0] in its parameter
     std::uint32_t step;
@@ -23,7 +23,7 @@ struct EncodeJob {
 };
 static_assert(sizeof(EncodeJob) == 72);
 
-// struct format "<3Qf3I" in native.py.
+// struct format "<3Qf3I" in packing.py.
 struct DecodeJob {
     const std::uint8_t* data;
     f32* out;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t MAX_N = 65536, SAMPLES = 1024, TILE = 1024;
 
-// Buffers of one thread. native.py makes sure that n <= MAX_N.
+// Buffers of one thread. packing.py makes sure that n <= MAX_N.
 struct Buffers {
     std::int32_t magnitudes[MAX_N];
     std::uint16_t indices[MAX_N + 8];  // `collect` writes up to eight past those it keeps

@@ -110,20 +110,14 @@ class Plan:
 
         Owners still sum, in rank order, so that buckets do not show in the bits of these steps either.
         """
-        exact = TwoShot(up=Identity(), down=Identity())
-        return dataclasses.replace(
-            self,
-            params=tuple(
-                param
-                if isinstance(param.aggregator, Dense)
-                else dataclasses.replace(
-                    param,
-                    aggregator=exact,
-                    partitions=tuple(dataclasses.replace(p, aggregator=exact) for p in param.partitions),
-                )
-                for param in self.params
-            ),
-        )
+
+        def exact(param: PlannedParam) -> PlannedParam:
+            dense = isinstance(param.aggregator, Dense)
+            aggregator = Dense() if dense else TwoShot(up=Identity(), down=Identity())
+            partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
+            return dataclasses.replace(param, aggregator=aggregator, partitions=partitions)
+
+        return dataclasses.replace(self, params=tuple(map(exact, self.params)))
 
     def messages(self, names: Sequence[str]) -> list[MessageLayout]:
         """Cut the parameters `names`, in this order, into messages.

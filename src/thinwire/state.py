@@ -127,8 +127,9 @@ class State:
                 )
         if state["owners"] not in (None, self._owners):
             raise StateError(
-                "state was saved when partitions had other owners: parameters were added, frozen or removed since, or "
-                "sent by another recipe; gather the states of all ranks and pass them through thinwire.reshard_state"
+                "state was saved when partitions had other owners: parameters or recipes have changed since. "
+                "thinwire.reshard_state moves the residuals of all ranks to their new owners; parameters that came or "
+                "went must first be added to each state's 'worker' and 'owner', as zeros, or taken out"
             )
         owned = {name for name, _ in self.owner}
         for kind, names in (("worker", set(self.worker)), ("owner", owned)):
@@ -188,7 +189,7 @@ def reshard_state(
         ranks = [state["rank"] for state in states]
         raise StateError(f"expected one state for each of ranks 0..{first['world_size'] - 1}, got ranks {ranks}")
     for state in states:
-        for key in ("format", "step", "loss_scale"):
+        for key in ("format", "step", "loss_scale", "owners"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
         if differing := sorted(set(state["worker"]) ^ set(first["worker"])):

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded
 
+from thinwire.errors import StateError
+
 WITH_FEEDBACK = ["int4", "topk:0.01", "topk:0.05:fp32", "onebit", "gather/onebit", "gather/topk:0.05"]
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums over a few steps
 
@@ -243,8 +245,21 @@ def test_zero_gradients_and_no_feedback(ranks):
     assert len(set(ranks(2).run(_odd_without_feedback))) == 1
 
 
-def _skipped_buckets(rank, world_size):
-    model = DDP(seeded(Branches), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.002)
+class IdleFirst(nn.Module):
+    """Nobody uses the layer that was registered first, whose bucket is the last."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.never = nn.Linear(width, width)
+        self.rest = Branches(width)
+
+    def forward(self, x, use):
+        return self.rest(x, use)
+
+
+def _skipped_buckets(rank, world_size, kind):
+    kind = {"Branches": Branches, "IdleFirst": IdleFirst}[kind]
+    model = DDP(seeded(kind), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.002)
     with attached(model, "topk:0.1") as link:
         ledger = Ledger(model, link)
         for step in range(3):
@@ -257,7 +272,71 @@ def _skipped_buckets(rank, world_size):
         return ledger.error(), link.state.step
 
 
-def test_buckets_that_ddp_skips(ranks):
-    for error, step in ranks(2).run(_skipped_buckets):
+@pytest.mark.parametrize("kind", ["Branches", "IdleFirst"])
+def test_buckets_that_ddp_skips(ranks, kind):
+    for error, step in ranks(2).run(_skipped_buckets, kind):
         assert error < TOLERANCE
         assert step == 3
+
+
+def _skipped_nan(rank, world_size):
+    model = DDP(seeded(IdleFirst), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.002)
+    with attached(model, "topk:0.1") as link:
+        x = batch(rank, 0, width=24)
+        with pytest.raises(RuntimeError, match="NonFiniteError"):
+            (model(x, (0,)).square().mean() * (float("nan") if rank == 1 else 1.0)).backward()
+        return type(link.error).__name__, link.state.step
+
+
+def test_nan_in_a_pass_whose_last_bucket_ddp_skips(ranks):
+    assert ranks(2).run(_skipped_nan) == [("NonFiniteError", 1)] * 2
+
+
+# --- passes that end early ------------------------------------------------------------------------------------------
+
+
+class Boom(torch.autograd.Function):
+    """Raises in backward when told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if Boom.armed:
+            raise ValueError("boom")
+        return g
+
+
+class Breaking(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.second(Boom.apply(self.first(x)))
+
+
+def _aborted(rank, world_size):
+    model = DDP(seeded(Breaking), bucket_cap_mb=0.001)
+    with attached(model, "topk:0.1") as link:
+        for step in range(3):
+            Boom.armed = step == 2
+            model.zero_grad()
+            with pytest.raises(ValueError, match="boom") if Boom.armed else nullcontext():
+                model(batch(rank, step, width=24)).square().mean().backward()
+            if step == 1:
+                before = link.state_dict()
+        Boom.armed = False
+        with pytest.raises(StateError, match="did not come to its end"):
+            link.state_dict()
+        link.load_state_dict(before)
+        again = link.state_dict()
+        return all(torch.equal(again["worker"][name], r) for name, r in before["worker"].items()), again["step"]
+
+
+def test_no_state_is_saved_in_the_middle_of_a_pass(ranks):
+    assert ranks(2).run(_aborted) == [(True, 2)] * 2

@@ -53,6 +53,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark."""
+    if args.workload.startswith("replay:") and args.optimizer != "adamw":
+        raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
     settings = Settings(
         workload=args.workload,
         methods=args.methods,

@@ -6,8 +6,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from thinwire.cli.bench import check_writable
 from thinwire.errors import LabError
 from thinwire.lab.clean import clean
 from thinwire.lab.network import Lab
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if not program:
         args.fail("what should the hosts run? For example: thinwire lab --nodes 4 --rate 100mbit -- train.py")
     out = sys.stderr if args.json == "-" else sys.stdout
+    if args.json and args.json != "-":
+        check_writable(Path(args.json))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:

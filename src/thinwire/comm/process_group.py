@@ -169,7 +169,7 @@ class OverlappedDriver:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         ranks = dist.get_process_group_ranks(group)
         store = own_store(ranks, self.rank)
-        self._liveness = Liveness(store, ranks, self.rank, self._fail)
+        self._liveness = Liveness(store, ranks, self.rank, self.fail)
         weakref.finalize(self, self._liveness.stop)  # its thread would keep it, were the driver dropped unclosed
         self._lanes = [
             [
@@ -235,7 +235,7 @@ class OverlappedDriver:
             expected = ticket.schedule[ticket.position] if ticket.position < len(ticket.schedule) else None
             check_round(None if transfer is None else transfer.round, expected, ticket.position, self.rank)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             return
         if transfer is not None:
             ticket.transfer = transfer
@@ -259,14 +259,14 @@ class OverlappedDriver:
         try:
             _timed(transfer, group, self.rank, ticket.outcome)
         except BaseException as error:
-            self._fail(self._liveness.explain(error))
+            self.fail(self._liveness.explain(error))
             return
         if self._error is not None:
             return  # settled meanwhile: what this round brought is of no use
         ticket.position += 1
         self._pool.submit(self._advance, ticket)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Fail every exchange that is not done, those on the wire too.
 
         A peer may have given up the round that one of them waits for while it lives itself; its connections close when

@@ -5,6 +5,7 @@ finishes the last message of a step ends the step before the last future is reso
 when `backward` returns.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -48,7 +49,7 @@ class _Step:
     stats: StepStats = field(default_factory=StepStats)
     messages: list[Message] = field(default_factory=list)
     pending: int = 0
-    closed: bool = False  # the last bucket has been submitted
+    closed: bool = False  # no further bucket comes
     last_submitted_s: float = 0.0
     squared_norm: float = 0.0  # of the mean gradient, in steps in which it is measured
     error: BaseException | None = None
@@ -154,11 +155,13 @@ class Link:
         """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`.
 
         Raises:
-            StateError: an exchange failed, so that some residuals are of the step that failed and others are not.
+            StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
+                the step before and others are not.
         """
-        if self._failed is not None:
+        if self._failed is not None or self._step is not None:
+            what = "a backward pass did not come to its end" if self._failed is None else "an exchange failed"
             raise StateError(
-                "an exchange failed, and residuals are between two steps: go on from the checkpoint before it"
+                f"{what}, and residuals are between two steps: go on from the checkpoint before it"
             ) from self._failed
         return self.state.state_dict()
 
@@ -168,6 +171,10 @@ class Link:
         Raises:
             StateError: it does not fit; nothing was changed.
         """
+        if (step := self._step) is not None:  # left by a backward pass that did not come to its end
+            while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
+                time.sleep(0.005)
+            self._step = None
         self.state.load_state_dict(state)
 
     def codec_seconds(self) -> float:
@@ -205,10 +212,8 @@ class Link:
             step.messages += messages
             step.closed = bucket.is_last()
             step.last_submitted_s = time.perf_counter()
-        if step.closed:
-            self._step = None
-            if self._used is not None:
-                self._used.clear()
+        if bucket.is_last():
+            self._close_step()
         for message in messages:
             kind = type(message.layout.partitions[0].aggregator)
             done = self._driver.submit(kind.exchange(message), message.layout.rounds)
@@ -228,7 +233,8 @@ class Link:
             or (ours.waiter is not None and ours.waiter.pending > 0)
         ):
             plan = plan_bucket(source, names, buffer)
-            work = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
+            copied = not plan.is_dense and buffer.dtype != torch.float32
+            work = torch.empty_like(buffer, dtype=torch.float32) if copied else buffer
             messages = [] if plan.is_dense else self._messages(plan, work)
             ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages)
         if bucket.is_last():
@@ -247,6 +253,24 @@ class Link:
             for layout, starts in zip(plan.layouts, plan.starts, strict=True)
         ]
 
+    def _close_step(self) -> None:
+        self._step = None
+        if self._used is not None:
+            self._used.clear()
+
+    def _pass_ended(self, step: _Step) -> None:
+        """End the step of a backward pass whose last bucket did not come: DDP may skip those that nobody used."""
+        with self._lock:
+            if step.closed:
+                return
+            step.closed = True
+            done = step.pending == 0
+        self._close_step()
+        if done:
+            self._end_step(step)
+            if step.error is not None:
+                raise step.error
+
     def _begin_step(self) -> _Step:
         self._flush_loggers()
         step = _Step(self.state.step)
@@ -258,6 +282,9 @@ class Link:
                     if (name := self._names.get(id(param))) is not None:
                         step.learning_rates[name] = float(group["lr"])
         self._step = step
+        if torch._C._current_graph_task_id() >= 0:  # else DDP's join calls, for a rank that has no more inputs
+            # Runs when the pass has come to its end, before DDP waits for the futures.
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, step))
         return step
 
     def _block(self, partition: Partition, value: Tensor) -> Block:
@@ -321,8 +348,9 @@ class Link:
             if nonfinite:
                 step.error = self._report(nonfinite)
             self.state.step += 1
-            self.state.loss_scale = step.loss_scale
-            self.state.learning_rates = step.learning_rates
+            if step.number >= self._start_after:  # dense steps leave residuals as they are, in the units they have
+                self.state.loss_scale = step.loss_scale
+                self.state.learning_rates = step.learning_rates
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
         if step.number % NORM_EVERY == 0 and not nonfinite:
             step.stats.residual_ratio = self._residual_ratio(step)
@@ -390,6 +418,8 @@ class _Finish:
             self.link._finished(self.step, self.waiter, self.message, done)
         except BaseException as error:  # a future swallows what its callbacks raise, and backward would wait for ever
             self.link.error = self.link.error or error
+            self.link._failed = self.link._failed or error
+            self.link._driver.fail(error)
             if not self.waiter.future.done():
                 self.waiter.future.set_result(error)
 

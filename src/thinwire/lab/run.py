@@ -88,21 +88,24 @@ class Run:
         self._failed_rank: int | None = None
         self._result: LabResult | None = None
         self._done = threading.Event()
-        self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.Lock()  # guards the two ends of the wake pipe and the pidfds against their closing
 
         self._before = counters()
         self._started = time.monotonic()
         self._processes: list[subprocess.Popen[str]] = []
+        self._pidfds: list[int] = []
+        self._wake_read, self._wake_write = os.pipe()
         try:
             for command in commands:
                 self._processes.append(self._spawn(command, cwd))
+                self._pidfds.append(os.pidfd_open(self._processes[-1].pid))
         except BaseException:
             for rank, process in enumerate(self._processes):
                 self._reap(rank)
-                process.stdout.close()  # type: ignore[union-attr]
+                assert process.stdout is not None
+                process.stdout.close()
+            self._close_fds()
             raise
-        self._pidfds = [os.pidfd_open(process.pid) for process in self._processes]
         self._readers = [
             threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in range(len(commands))
         ]
@@ -231,8 +234,11 @@ class Run:
         )
         with self._lock:
             self._done.set()
-            for fd in (*self._pidfds, self._wake_read, self._wake_write):
-                os.close(fd)
+            self._close_fds()
+
+    def _close_fds(self) -> None:
+        for fd in (*self._pidfds, self._wake_read, self._wake_write):
+            os.close(fd)
 
     def _describe(self, returncodes: tuple[int, ...]) -> str:
         if self._failed_rank is None:

@@ -67,7 +67,7 @@ def standard_library_text() -> bytes:
 
 
 class GptWorkload(Workload):
-    """Next-byte prediction: batches of 4 windows of 128 bytes per rank, AdamW at 1e-3, the last 5 % held out."""
+    """Next-byte prediction: batches of 4 windows of 128 bytes per rank, the last 5 % held out."""
 
     learning_rates: Mapping[str, float] = {"adamw": 1e-3, "sgd": 0.1}
 
