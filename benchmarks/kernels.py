@@ -12,8 +12,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -141,6 +142,15 @@ class Bench:
         return {op: best_s(run, 2) for op, run in self._runs(case, reference, 1, 1).items()}
 
 
+def write_rows(rows: Sequence[Mapping[str, object]], path: str) -> None:
+    """Write rows as JSON to a file, or to standard output for '-'."""
+    text = json.dumps({"rows": rows}, indent=1)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads to measure")
@@ -161,12 +171,7 @@ def main() -> int:
             for threads in args.threads:
                 bench.measure(case, threads, slow)
     if args.json:
-        text = json.dumps({"rows": bench.rows}, indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            with open(args.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+        write_rows(bench.rows, args.json)
     return 0
 
 

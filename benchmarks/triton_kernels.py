@@ -11,7 +11,6 @@ all the host does: packing the jobs, launching, and waiting for the flags.
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ import triton
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from kernels import Case, N, cases
+from kernels import Case, N, cases, write_rows
 from thinwire.kernels import DecodeJob, EncodeJob, triton_backend
 from thinwire.random import Key
 
@@ -151,12 +150,7 @@ def main() -> int:
         if args.only in case.compressor:
             bench.measure(case)
     if args.json:
-        text = json.dumps({"rows": bench.rows}, indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            with open(args.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+        write_rows(bench.rows, args.json)
     return 0
 
 

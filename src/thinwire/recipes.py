@@ -10,7 +10,7 @@ Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -107,21 +107,20 @@ def parse_recipe(text: str) -> Aggregator:
                 raise RecipeError(f"expected 'dense', 'dense:fp16' or 'dense:bf16', got {arguments[0]!r}")
             _no_more(arguments[1:])
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
-        if kind not in _KINDS:
-            known = _KINDS if aggregator or plus else recipe_names()
-            raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
-        up = _KINDS[kind](arguments)
+        up = _compressor(first, _KINDS if aggregator or plus else recipe_names())
         if aggregator == "gather":
             return Gather(up=up, feedback=default_feedback(up))
-        if not plus:
-            return TwoShot(up=up, down=up, feedback=default_feedback(up))
-        kind, *arguments = second.split(":")
-        if kind not in _KINDS:
-            raise RecipeError(f"expected one of {', '.join(_KINDS)}, got {kind!r}")
-        down = _KINDS[kind](arguments)
+        down = _compressor(second, _KINDS) if plus else up
         return TwoShot(up=up, down=down, feedback=default_feedback(up) or default_feedback(down))
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
+def _compressor(text: str, known: Iterable[str]) -> Compressor:
+    kind, *arguments = text.split(":")
+    if kind not in _KINDS:
+        raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
+    return _KINDS[kind](arguments)
 
 
 def default_feedback(compressor: Compressor) -> ErrorFeedback | None:

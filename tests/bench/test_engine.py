@@ -119,6 +119,14 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(
         reason = "No such file or directory" if option == "--json" else "Not a directory"
         assert captured.err == f"thinwire: cannot write {path}: {reason}\n"
         assert not captured.out
+    assert not list(tmp_path.glob("*.json"))
+    assert main(["lab", "--json", str(tmp_path / "none" / "x.json"), "--", "true"]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_replay_has_no_optimizer(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--workload", "replay:vgg16/8", "--optimizer", "sgd"]) == 1
+    assert "a replay trains nothing" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -208,6 +208,45 @@ def test_buckets_do_not_show_in_the_bits_of_the_warm_up(ranks):
         assert bits == others == large[0][2]
 
 
+class FixedScale:
+    """A GradScaler whose scale stays."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def get_scale(self):
+        return self.scale
+
+
+def _dense_after_loading(rank, world_size):
+    model = DDP(seeded(Tower), bucket_cap_mb=25)
+    with attached(model, "onebit", scaler=FixedScale(1024.0), start_after=1) as link:
+        saved = link.state_dict()
+        for residual in saved["worker"].values():
+            residual.fill_(65536.0)  # 1 in units of the gradient
+        saved["loss_scale"] = 65536.0
+        link.load_state_dict(saved)
+        (1024.0 * loss(model, batch(rank, 0))).backward()  # dense
+        after = link.state_dict()
+        return after["step"], {float(r.max()) / after["loss_scale"] for r in after["worker"].values()}
+
+
+def test_dense_steps_keep_what_is_owed(ranks):
+    """Another loss scale than the one the residuals were saved with, and a step that does not touch them."""
+    assert ranks(2).run(_dense_after_loading) == [(1, {1.0})] * 2
+
+
+def _dense_bf16(rank, world_size):
+    model = DDP(seeded(Tower).to(torch.bfloat16), bucket_cap_mb=25)
+    with attached(model, "dense") as link:
+        loss(model, batch(rank, 0).to(torch.bfloat16)).backward()
+        return link.stats()["work_nbytes"]
+
+
+def test_a_dense_plan_keeps_no_copy_of_16_bit_buckets(ranks):
+    assert ranks(2).run(_dense_bf16) == [0, 0]
+
+
 def _globals(rank, world_size, recipe):
     model = DDP(seeded(Tower))
     torch.manual_seed(7)

@@ -7,7 +7,7 @@ import torch
 from cases import KINDS, Kind
 
 from thinwire.errors import WireError
-from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -106,3 +106,28 @@ def test_random_bytes_never_write_outside(native: ModuleType, kind: Kind) -> Non
                 assert bool((guarded == 7.0).all())
             assert bool((guarded[:8] == 7.0).all())
             assert bool((guarded[8 + n :] == 7.0).all())
+
+
+def test_a_batch_is_checked_again_for_another_kernel(native: ModuleType) -> None:
+    """Its packed addresses are trusted for the payloads they were checked for, and for no others."""
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    batch = EncodeBatch([torch.randn(4096)], [None], [KEY], [0], [8])
+    batch.at(buffer, step=0, residual_scales=[1.0])
+    native.encode_top_k(batch, k=[1], dtype=torch.float32)
+    native.encode_top_k(batch, k=[1], dtype=torch.float32)
+    with pytest.raises(ValueError, match="out: expected at least 16384 bytes"):
+        native.encode_cast(batch, dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected at least 12 bytes"):
+        native.encode_top_k(batch, k=[2], dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected k between 0 and 4096"):
+        native.encode_top_k(batch, k=[5000], dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected 1 residual scales, got 2"):
+        batch.at(buffer, step=0, residual_scales=[1.0, 1.0])
+    with pytest.raises(ValueError, match="buffer of at least 8 bytes"):
+        batch.at(buffer[:7], step=0, residual_scales=[1.0])
+
+    decode = DecodeBatch([torch.zeros(4096)], [0], [8])
+    decode.at(buffer)
+    native.decode_top_k(decode, k=[1], dtype=torch.float32)
+    with pytest.raises(WireError, match="expected at least 16384 bytes"):
+        native.decode_cast(decode, dtype=torch.float32)

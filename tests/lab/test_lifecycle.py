@@ -17,6 +17,7 @@ from thinwire.lab import Lab, Loopback, clean, open_network
 from thinwire.lab.counters import parse_counters
 from thinwire.lab.linux import namespace_of, processes
 from thinwire.lab.network import share_of_cores
+from thinwire.lab.run import Run
 
 pytestmark = pytest.mark.lab
 
@@ -133,6 +134,33 @@ def test_every_host_keeps_to_its_share_of_the_cores(share_cores):
     assert os.sched_getaffinity(0) == ours
     for rank in range(2 * len(ours)):
         assert seen[rank] == ({sorted(ours)[rank % len(ours)]} if share_cores else ours)
+
+
+def test_a_start_that_fails_halfway_leaves_nothing(monkeypatch):
+    """Neither ranks nor file descriptors."""
+    started, opened = [], []
+    spawn, pidfd_open = Run._spawn, os.pidfd_open
+
+    def noted(command, cwd):
+        started.append(spawn(command, cwd))
+        return started[-1]
+
+    def failing(pid):
+        if len(opened) == 1:
+            raise OSError(24, "Too many open files")
+        opened.append(pid)
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(Run, "_spawn", staticmethod(noted))
+    monkeypatch.setattr("thinwire.lab.run.os.pidfd_open", failing)
+    network = Loopback(nodes=3)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Too many open files"):
+        network.start([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
+    assert set(os.listdir("/proc/self/fd")) == before
+    network.close()
 
 
 def test_shares_of_cores_are_even_or_not_made():

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,16 @@ def run_settings(settings: Settings, *, json_file: str | None, report: Path | No
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Raise `ThinwireError` unless a file, or a folder, can be made at `path`."""
+    """Raise `ThinwireError` unless a file can be written at `path`, or files in the folder `path`. Leaves no file."""
     try:
         if folder:
             path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
         else:
+            is_new = not path.exists()
             path.open("a").close()
+            if is_new:
+                path.unlink()
     except OSError as error:
         raise ThinwireError(f"cannot write {path}: {error.strerror}") from error
 

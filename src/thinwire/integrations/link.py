@@ -112,7 +112,7 @@ class Link:
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
         self._start_after, self._on_nonfinite = start_after, on_nonfinite
-        self._dense_plan = plan.uncompressed()
+        self._dense_plan = plan.uncompressed() if start_after else plan
         self._threads = threads
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None

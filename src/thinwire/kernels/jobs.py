@@ -39,13 +39,14 @@ class Batch:
     Attributes:
         buffer: (at least the end of the last block,) uint8, as of the last `at`.
         starts: (num,) uint64, first byte of each block in it.
-        packed: what the kernels in use keep with the batch.
+        packed, packed_for: what the kernels keep with the batch, and for which payloads it was checked.
     """
 
     def __init__(self, starts: Sequence[int], nbytes: Sequence[int]) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.starts = np.array(starts, dtype=np.uint64)
         self.packed: Any = None
+        self.packed_for: Any = None
         self._spans = [(start, start + size) for start, size in zip(starts, nbytes, strict=True)]
         self._end = max((stop for _, stop in self._spans), default=0)
 
@@ -84,6 +85,8 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
     def at(self, out: Tensor, *, step: int, residual_scales: Sequence[float]) -> None:
         """Set what is new in this step: the buffer that bytes go to, the step that keys random streams, the factors."""
         self._move(out)
+        if len(residual_scales) != len(self):
+            raise ValueError(f"batch: expected {len(self)} residual scales, got {len(residual_scales)}")
         self.step, self.residual_scales = step, residual_scales
 
     @overload

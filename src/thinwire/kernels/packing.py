@@ -3,6 +3,7 @@
 What could corrupt memory is checked here, once for every backend that works on addresses.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -78,7 +79,8 @@ def check_block_quant(bits: int, block: int) -> None:
 
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
     """Raise where there is no key to draw random numbers with."""
-    assert _is_packed(jobs) or all(job.key is not None for job in jobs), "stochastic rounding needs a key"
+    # A batch always has keys.
+    assert isinstance(jobs, EncodeBatch) or all(job.key is not None for job in jobs), "stochastic rounding needs a key"
 
 
 def check_top_k(
@@ -86,8 +88,8 @@ def check_top_k(
 ) -> None:
     """Raise where indices have no room in 16 bits, or where k is none of n."""
     check_dtype(dtype, torch.float32, torch.float16)
-    if _is_packed(jobs):
-        return
+    if isinstance(jobs, Batch) and jobs.packed_for == _purpose(top_k_nbytes(dtype), k):
+        return  # checked when it was packed
     lengths = [(job.x if isinstance(job, EncodeJob) else job.out).numel() for job in jobs]
     longest = max(lengths, default=0)
     if longest > _TOP_K_MAX:
@@ -102,11 +104,13 @@ def check_top_k(
 # --- payloads -------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def cast_nbytes(dtype: torch.dtype) -> PayloadNbytes:
     """Return the payload of `encode_cast`."""
     return lambda n, _: n * dtype.itemsize
 
 
+@functools.cache
 def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_block_quant`."""
 
@@ -122,6 +126,7 @@ def one_bit_nbytes(n: int, _: int) -> int:
     return 4 + -(-n // 8)
 
 
+@functools.cache
 def top_k_nbytes(dtype: torch.dtype) -> PayloadNbytes:
     """Return the payload of `encode_top_k`."""
     return lambda _, num_kept: num_kept * (dtype.itemsize + 2)
@@ -138,8 +143,9 @@ def pack_encode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, EncodeBatch):
-        if jobs.packed is None:
+        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_encode(list(jobs), payload_nbytes, k, device), _ENCODE_ROW)
+            jobs.packed_for = _purpose(payload_nbytes, k)
         _check(jobs.buffer, torch.uint8, "out", device)
         jobs.packed["out"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["step"] = jobs.step & _MASK32
@@ -186,8 +192,9 @@ def pack_decode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, DecodeBatch):
-        if jobs.packed is None:
+        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_decode(list(jobs), payload_nbytes, k, device), _DECODE_ROW)
+            jobs.packed_for = _purpose(payload_nbytes, k)
         _check(jobs.buffer, torch.uint8, "data", device)
         jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
@@ -215,9 +222,9 @@ def _rows(packed: bytes, row: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
     return np.frombuffer(bytearray(packed), dtype=row)
 
 
-def _is_packed(jobs: Sequence[EncodeJob] | Sequence[DecodeJob]) -> bool:
-    """Whether these jobs were checked and packed in an earlier step, so that only what moved is new."""
-    return isinstance(jobs, Batch) and jobs.packed is not None
+def _purpose(payload_nbytes: PayloadNbytes, k: Sequence[int] | None) -> tuple[PayloadNbytes, tuple[int, ...] | None]:
+    """Return what jobs are checked for. The caches above make equal settings the same function."""
+    return payload_nbytes, None if k is None else tuple(k)
 
 
 def pack_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -> bytes:
