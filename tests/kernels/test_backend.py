@@ -77,5 +77,5 @@ print(serving([]).__name__)
     assert len(lines) == 3
     for line in lines[:2]:
         assert "CUDA tensors: expected Triton" in line
-        assert "pip install 'thinwire[gpu]'" in line
+        assert "pip install '.[gpu]' in thinwire's folder" in line
     assert _python(code, THINWIRE_KERNELS="reference").stdout.splitlines() == ["thinwire.kernels.reference"] * 3

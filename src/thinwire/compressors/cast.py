@@ -14,17 +14,6 @@ from thinwire.spec import COMPRESSIBLE_DTYPES, BlockSpec
 from thinwire.wire import Layout
 
 
-def _encode_by_dtype(jobs: Sequence[EncodeJob], dtypes: Sequence[torch.dtype], threads: int) -> list[bool]:
-    """Group jobs by dtype: one kernel call each."""
-    finite = [True] * len(jobs)
-    for dtype in dict.fromkeys(dtypes):
-        places = [i for i, d in enumerate(dtypes) if d == dtype]
-        results = kernels.serving(jobs).encode_cast([jobs[i] for i in places], dtype=dtype, threads=threads)
-        for i, result in zip(places, results, strict=True):
-            finite[i] = result
-    return finite
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity(Compressor):
     r"""Sends every value in the dtype of the parameter.
@@ -54,14 +43,23 @@ class Identity(Compressor):
         return "identity"
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
-        """Copy."""
-        return _encode_by_dtype(jobs, [spec.dtype for spec in specs], threads)
+        """Copy. Blocks of one dtype, as a message has them, are one kernel call, and a batch stays whole."""
+        encode = kernels.serving(jobs).encode_cast
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) == 1:
+            return encode(jobs, dtype=dtypes.pop(), threads=threads)
+        pairs = zip(jobs, specs, strict=True)
+        return [finite for job, spec in pairs for finite in encode([job], dtype=spec.dtype, threads=threads)]
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
-        """Copy."""
-        for dtype in dict.fromkeys(spec.dtype for spec in specs):
-            chosen = [job for job, spec in zip(jobs, specs, strict=True) if spec.dtype == dtype]
-            kernels.serving(jobs).decode_cast(chosen, dtype=dtype, threads=threads)
+        """Copy, likewise."""
+        decode = kernels.serving(jobs).decode_cast
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) == 1:
+            decode(jobs, dtype=dtypes.pop(), threads=threads)
+            return
+        for job, spec in zip(jobs, specs, strict=True):
+            decode([job], dtype=spec.dtype, threads=threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

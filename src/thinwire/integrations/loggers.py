@@ -58,7 +58,7 @@ class TensorBoard:
     """Writes scalars `thinwire/NAME`.
 
     Args:
-        target: a `SummaryWriter`, or a directory for a new one (needs `pip install thinwire[tensorboard]`).
+        target: a `SummaryWriter`, or a directory for a new one (needs `pip install '.[tensorboard]'`).
     """
 
     def __init__(self, target: Any) -> None:
@@ -66,7 +66,7 @@ class TensorBoard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ImportError("TensorBoard logging needs `pip install thinwire[tensorboard]`") from error
+                raise ImportError("TensorBoard logging needs `pip install '.[tensorboard]'`") from error
             target = SummaryWriter(str(target))
         self._writer = target
 

@@ -50,7 +50,7 @@ def _on_cuda() -> types.ModuleType:
     except ImportError as error:
         raise ThinwireError(
             f"CUDA tensors: expected Triton, which compiles the kernels for them, got {error}; run  pip install "
-            "'thinwire[gpu]', or set THINWIRE_KERNELS=reference for the same bytes, many times slower"
+            "'.[gpu]' in thinwire's folder, or set THINWIRE_KERNELS=reference for the same bytes, many times slower"
         ) from error
 
 
