@@ -1,5 +1,7 @@
-// The Python module `thinwire._native`: each function takes the packed jobs of one call, releases the GIL and runs them.
+// The Python module `thinwire._native`: each kernel takes the packed jobs of one call, releases the GIL and runs them.
+// `exchange` moves the blocks of one round.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -7,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "sockets.h"
 
 namespace nb = nanobind;
 
@@ -59,6 +62,28 @@ nb::object decode_top_k_all(const nb::bytes& packed, int number, int threads) {
     return place < 0 ? nb::none() : nb::object(nb::make_tuple(bad_job, place));
 }
 
+using Numbers = std::vector<std::uint64_t>;
+
+// Lists by rank. Returns (rank, reason) of what went wrong, or None.
+nb::object exchange_blocks(const std::vector<int>& fds, int rank, const Numbers& send, const Numbers& send_nbytes,
+                           const Numbers& receive, const Numbers& receive_nbytes, std::uint32_t round,
+                           std::uint64_t free_nbytes, int timeout_ms, int wake) {
+    const std::size_t n = fds.size();
+    if (rank < 0 || static_cast<std::size_t>(rank) >= n || send.size() != n || send_nbytes.size() != n ||
+        receive.size() != n || receive_nbytes.size() != n || send_nbytes[rank] != receive_nbytes[rank])
+        throw std::invalid_argument("exchange: lists of one entry a rank, and an own block of one size");
+    std::vector<Peer> peers;
+    for (std::size_t r = 0; r < n; r++)
+        peers.push_back({fds[r], reinterpret_cast<const std::uint8_t*>(send[r]), send_nbytes[r],
+                         reinterpret_cast<std::uint8_t*>(receive[r]), receive_nbytes[r]});
+    std::optional<Failure> failure;
+    {
+        nb::gil_scoped_release release;
+        failure = exchange(peers, rank, round, {timeout_ms, wake, free_nbytes});
+    }
+    return failure ? nb::object(nb::make_tuple(failure->rank, failure->reason.c_str())) : nb::none();
+}
+
 }  // namespace
 }  // namespace thinwire
 
@@ -99,4 +124,7 @@ NB_MODULE(_native, m) {
         });
     }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
     m.def("decode_top_k", &decode_top_k_all, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
+    m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
+          nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"),
+          nb::arg("timeout_ms"), nb::arg("wake"));
 }

@@ -1,4 +1,4 @@
-"""A lane: a process group and the one thread that uses it, first in, first out."""
+"""A lane: a process group, the mesh beside it, and the one thread that uses them, first in, first out."""
 
 import atexit
 import queue
@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+from thinwire.comm.mesh import Mesh
 
 EXIT_GRACE_S = 2.0  # for lanes to end before the interpreter does
 
@@ -21,8 +23,8 @@ class Lane:
     end before the interpreter does: a thread that meets a finalising interpreter inside C++ code aborts the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, mesh: Mesh | None, name: str) -> None:
+        self.group, self.mesh = group, mesh
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._work,), name=name, daemon=True)
         self._thread.start()
@@ -37,6 +39,11 @@ class Lane:
         """End the thread when all that was submitted is done, waiting at most `timeout` seconds."""
         self._work.put(None)
         self._thread.join(timeout)
+
+    def interrupt(self) -> None:
+        """End what its mesh waits for, with an error there."""
+        if self.mesh is not None:
+            self.mesh.interrupt()
 
 
 def _run(submitted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -53,3 +60,6 @@ def _end_lanes() -> None:
         lane.close(timeout=0)
     for lane in lanes:
         lane.close(timeout=max(0.0, deadline - time.monotonic()))
+        lane.interrupt()
+    for lane in lanes:
+        lane.close(timeout=max(0.0, deadline + 0.5 - time.monotonic()))

@@ -1,9 +1,10 @@
 """Drivers over torch.distributed process groups: one that blocks, and one that overlaps.
 
-Gloo matches collectives of a group by order alone, so two that are issued in another order on another rank silently
-swap their data. Hence *lanes*, each a thread with a process group of its own: every round number has a few, messages
-take them in turn, and a lane runs its rounds strictly in the order messages were submitted. Nothing is ever issued from
-a future's callback, and no callback waits.
+Blocks travel over a `Mesh` where every rank has the compiled module, else over gloo; all-reduces always by gloo. Both
+match what is sent and received by order alone, so two rounds that are issued in another order on another rank would
+swap their data, silently with gloo. Hence *lanes*, each a thread with connections of its own: every round number has a
+few, messages take them in turn, and a lane runs its rounds strictly in the order messages were submitted. Nothing is
+ever issued from a future's callback, and no callback waits.
 """
 
 # torch.distributed annotates few of its parameters.
@@ -29,8 +30,9 @@ from torch import Tensor
 from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
+from thinwire.comm.mesh import Mesh, MeshClosedError, choose
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
@@ -40,10 +42,14 @@ LEAVE_S = 0.5  # for a lane to end, after an error
 SMALL_NBYTES = 8192  # below this a block costs more in waiting than in bytes
 
 
-def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
-    """Do one round over a process group and return when the bytes are here."""
+def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = None) -> None:
+    """Do one round, over the mesh if there is one, and return when the bytes are here."""
     rank, world_size = group.rank(), group.size()
     match transfer.round:
+        case AllToAll(nbytes) if mesh is not None:
+            _over_mesh(transfer, list(nbytes), [nbytes[rank]] * world_size, mesh)
+        case AllGather(nbytes) if mesh is not None:
+            _over_mesh(transfer, [nbytes[rank]] * world_size, list(nbytes), mesh)
         case AllToAll(nbytes):
             _exchange(split(transfer.send, nbytes), split(transfer.receive, [nbytes[rank]] * world_size), group)
         case AllGather(nbytes):
@@ -52,6 +58,27 @@ def perform(transfer: Transfer, group: dist.ProcessGroup) -> None:
             group.allreduce([transfer.send]).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
+
+
+def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[int], mesh: Mesh) -> None:
+    """Move the blocks by their addresses, once it is sure that they lie within the buffers."""
+    send, receive = transfer.send, transfer.receive
+    gather = isinstance(transfer.round, AllGather)
+    wanted = (send_nbytes[mesh.rank] if gather else sum(send_nbytes), sum(receive_nbytes))
+    fit = (send.nbytes, receive.nbytes) == wanted and len(send_nbytes) == len(receive_nbytes) == mesh.world_size
+    if not (fit and send.is_cpu and receive.is_cpu and send.is_contiguous() and receive.is_contiguous()):
+        raise ScheduleError(
+            f"expected {wanted} bytes in contiguous buffers on the CPU, got {send.nbytes} and {receive.nbytes}"
+        )
+    start = send.data_ptr()
+    starts = [start] * mesh.world_size if gather else _starts(start, send_nbytes)
+    mesh.exchange(
+        starts, send_nbytes, _starts(receive.data_ptr(), receive_nbytes), receive_nbytes, free_nbytes=SMALL_NBYTES
+    )
+
+
+def _starts(address: int, sizes: list[int]) -> list[int]:
+    return list(itertools.accumulate(sizes[:-1], initial=address))
 
 
 def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -103,16 +130,16 @@ def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.Proc
     outcome, rank = Outcome(), dist.get_rank(group)
     for position, transfer in enumerate(exchange):
         check_round(transfer.round, schedule[position] if position < len(schedule) else None, position, rank)
-        _timed(transfer, group, rank, outcome)
+        _timed(transfer, group, None, rank, outcome)
     if outcome.num_collectives < len(schedule):
         check_round(None, schedule[outcome.num_collectives], outcome.num_collectives, rank)
     outcome.finished_s = time.perf_counter()
     return outcome
 
 
-def _timed(transfer: Transfer, group: dist.ProcessGroup, rank: int, outcome: Outcome) -> None:
+def _timed(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None, rank: int, outcome: Outcome) -> None:
     started = time.perf_counter()
-    perform(transfer, group)
+    perform(transfer, group, mesh)
     outcome.transport_s += time.perf_counter() - started
     outcome.sent_nbytes += transfer.round.sent_nbytes(rank)
     outcome.num_collectives += 1
@@ -171,16 +198,16 @@ class OverlappedDriver:
         store = own_store(ranks, self.rank)
         self._liveness = Liveness(store, ranks, self.rank, self.fail)
         weakref.finalize(self, self._liveness.stop)  # its thread would keep it, were the driver dropped unclosed
-        self._lanes = [
-            [
-                Lane(
-                    own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout or DEFAULT_TIMEOUT),
-                    f"thinwire-{name}",
-                )
-                for name in (f"lane-{position}-{lane}" for lane in range(lanes))
-            ]
-            for position in range(num_rounds)
-        ]
+        self._lanes: list[list[Lane]] = []
+        with_mesh = choose(store, ranks, self.rank)
+        timeout = timeout or DEFAULT_TIMEOUT
+        for position in range(num_rounds):
+            self._lanes.append([])
+            for name in (f"lane-{position}-{lane}" for lane in range(lanes)):
+                group = own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout)
+                mesh_store = dist.PrefixStore(f"{name}-mesh", store)
+                mesh = Mesh(mesh_store, ranks, self.rank, timeout, name) if with_mesh else None
+                self._lanes[-1].append(Lane(group, mesh, f"thinwire-{name}"))
 
     def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
         """Queue an exchange; call in the same order on every rank.
@@ -200,7 +227,7 @@ class OverlappedDriver:
             self._liveness.begun += 1
             for position in range(len(schedule)):
                 lane = self._lanes[position][turn % len(self._lanes[position])]
-                lane.submit(functools.partial(self._run_round, ticket, position, lane.group))
+                lane.submit(functools.partial(self._run_round, ticket, position, lane))
             self._waiting.append(ticket)
             self._open.add(ticket)
         self._start_waiting()
@@ -218,6 +245,8 @@ class OverlappedDriver:
         """
         for lane in itertools.chain.from_iterable(self._lanes):
             lane.close(None if self._error is None else LEAVE_S)
+            if lane.mesh is not None:
+                lane.mesh.close()
         self._pool.shutdown()
         self._liveness.close()
         self._lanes.clear()
@@ -248,7 +277,7 @@ class OverlappedDriver:
         self._start_waiting()
         ticket.done.set_result(ticket.outcome)
 
-    def _run_round(self, ticket: _Ticket, position: int, group: dist.ProcessGroup) -> None:
+    def _run_round(self, ticket: _Ticket, position: int, lane: Lane) -> None:
         """Perform one round, in the lane's thread."""
         ticket.ready[position].wait()
         if self._error is not None:
@@ -257,7 +286,10 @@ class OverlappedDriver:
         transfer, ticket.transfer = ticket.transfer, None
         assert transfer is not None
         try:
-            _timed(transfer, group, self.rank, ticket.outcome)
+            _timed(transfer, lane.group, lane.mesh, self.rank, ticket.outcome)
+        except MeshClosedError as error:
+            self.fail(error)  # no news: the exchange has failed before, or the program ends
+            return
         except BaseException as error:
             self.fail(self._liveness.explain(error))
             return
@@ -270,7 +302,7 @@ class OverlappedDriver:
         """Fail every exchange that is not done, those on the wire too.
 
         A peer may have given up the round that one of them waits for while it lives itself; its connections close when
-        its program ends, and for that `backward` must raise there, and here.
+        its program ends, and for that `backward` must raise there, and here. Rounds over meshes end at once.
         """
         with self._lock:
             if self._error is None:
@@ -279,6 +311,8 @@ class OverlappedDriver:
             failed = list(self._open)
             self._open.clear()
             self._waiting.clear()
+        for lane in itertools.chain.from_iterable(self._lanes):
+            lane.interrupt()
         for ticket in failed:
             self._settle(ticket, error)
 

@@ -3,7 +3,6 @@
 import time
 
 import torch
-from torch import Tensor
 
 from thinwire.aggregators import Dense, Partition
 from thinwire.kernels import DecodeJob, EncodeJob
@@ -14,41 +13,63 @@ from thinwire.random import Key
 def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) -> float:
     """Return the least wall seconds, of `repeats`, that one step's kernels take on one rank, run alone.
 
-    That is: encode every partition up, decode `world_size` contributions to the partitions owned, encode those down,
-    decode every partition. With `Gather`, decode `world_size` contributions to every partition.
+    That is, in the order of a step, so that memory is as cold: encode every partition up, decode `world_size`
+    contributions to the partitions owned and encode those down, decode every partition. With `Gather`, encode every
+    partition and decode `world_size` contributions to it.
     """
-    generator = torch.Generator().manual_seed(0)
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
+    if not partitions:
+        return 0.0
+    generator = torch.Generator().manual_seed(0)
+    blocks = [_Block(p, rank, threads, generator) for p in partitions]
+    two_rounds, one_round = list[_Block](), list[_Block]()
+    for block in blocks:
+        rounds = type(block.partition.aggregator).schedule([block.partition], plan.world_size)
+        (two_rounds if len(rounds) > 1 else one_round).append(block)
+    for block in two_rounds:  # bytes to decode where another rank would have made them
+        block.encode_down()
     best = float("inf")
-    values = {p: torch.randn(p.numel, generator=generator, dtype=torch.float32) * 1e-3 for p in partitions}
-    residuals = {p: torch.zeros(p.numel, dtype=torch.float32) for p in partitions if p.aggregator.feedback is not None}
-    for _ in range(repeats if partitions else 0):
-        total = 0.0
-        for partition in partitions:
-            total += _codec_once(plan, rank, partition, values[partition], residuals.get(partition), threads)
-        best = min(best, total)
-    return best if partitions else 0.0
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for block in blocks:
+            block.encode_up()
+        for block in one_round:
+            block.sum_up(plan.world_size)
+        for block in two_rounds:
+            if block.partition.owner == rank:
+                block.sum_up(plan.world_size)
+                block.encode_down()
+        for block in two_rounds:
+            block.decode_down()
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
-def _codec_once(
-    plan: Plan, rank: int, partition: Partition, value: Tensor, residual: Tensor | None, threads: int
-) -> float:
-    aggregator, spec = partition.aggregator, partition.spec
-    one_round = len(type(aggregator).schedule([partition], plan.world_size)) == 1
-    up = torch.empty(aggregator.up.nbytes(spec), dtype=torch.uint8)
-    down = torch.empty(aggregator.down.nbytes(spec), dtype=torch.uint8)
-    mean = torch.empty(partition.numel, dtype=torch.float32)
-    key = Key(partition.key, 0, rank, partition.offset)
-    if not one_round and partition.owner != rank:
-        aggregator.down.encode_jobs([EncodeJob(value, down, None, 1.0, key)], [spec])  # bytes to decode; not timed
-    started = time.perf_counter()
-    aggregator.up.encode_jobs([EncodeJob(value, up, residual, 1.0, key)], [spec], threads=threads)
-    if one_round or partition.owner == rank:
-        for source in range(plan.world_size):
-            job = DecodeJob(up, mean, 1.0 if source else None)
-            aggregator.up.decode_jobs([job], [spec], threads=threads)
-        if not one_round:
-            aggregator.down.encode_jobs([EncodeJob(mean, down, residual, 1.0, key)], [spec], threads=threads)
-    if not one_round:
-        aggregator.down.decode_jobs([DecodeJob(down, mean, None)], [spec], threads=threads)
-    return time.perf_counter() - started
+class _Block:
+    """One partition with memory of its own."""
+
+    def __init__(self, partition: Partition, rank: int, threads: int, generator: torch.Generator) -> None:
+        self.partition = partition
+        self._up, self._down = partition.aggregator.up, partition.aggregator.down
+        self._specs, self._threads = [partition.spec], threads
+        self._key = Key(partition.key, 0, rank, partition.offset)
+        self._value = torch.randn(partition.numel, generator=generator, dtype=torch.float32) * 1e-3
+        self._residual = None if partition.aggregator.feedback is None else torch.zeros_like(self._value)
+        self._sent = torch.empty(self._up.nbytes(partition.spec), dtype=torch.uint8)
+        self._mean = torch.empty(self._down.nbytes(partition.spec), dtype=torch.uint8)
+
+    def encode_up(self) -> None:
+        job = EncodeJob(self._value, self._sent, self._residual, 1.0, self._key)
+        self._up.encode_jobs([job], self._specs, threads=self._threads)
+
+    def sum_up(self, world_size: int) -> None:
+        for source in range(world_size):
+            job = DecodeJob(self._sent, self._value, 1.0 if source else None)
+            self._up.decode_jobs([job], self._specs, threads=self._threads)
+
+    def encode_down(self) -> None:
+        job = EncodeJob(self._value, self._mean, self._residual, 1.0, self._key)
+        self._down.encode_jobs([job], self._specs, threads=self._threads)
+
+    def decode_down(self) -> None:
+        self._down.decode_jobs([DecodeJob(self._mean, self._value, None)], self._specs, threads=self._threads)
