@@ -29,8 +29,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t MAGIC = 0x4b425754;  // "TWBK"
-constexpr std::uint64_t PIECE_NBYTES = 32 << 10;
-constexpr std::uint64_t PIECES_PER_MS = 1;  // of round trip: let so much more go than has come
+constexpr std::uint64_t PIECE_NBYTES = 16 << 10;
+constexpr std::uint64_t PIECES_PER_MS = 2;  // of round trip: let so much more go than has come
 constexpr long long PATIENCE_MS = 50;  // how long an idle wire waits for its turn
 constexpr long long LOOK_MS = 1000;    // without news, look whether less than the low water came
 #ifdef MSG_NOSIGNAL
