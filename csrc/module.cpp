@@ -67,10 +67,11 @@ using Numbers = std::vector<std::uint64_t>;
 // Lists by rank. Returns (rank, reason) of what went wrong, or None.
 nb::object exchange_blocks(const std::vector<int>& fds, int rank, const Numbers& send, const Numbers& send_nbytes,
                            const Numbers& receive, const Numbers& receive_nbytes, std::uint32_t round,
-                           std::uint64_t free_nbytes, int timeout_ms, int wake) {
+                           std::uint64_t free_nbytes, std::uint64_t piece_nbytes, int timeout_ms, int wake) {
     const std::size_t n = fds.size();
     if (rank < 0 || static_cast<std::size_t>(rank) >= n || send.size() != n || send_nbytes.size() != n ||
-        receive.size() != n || receive_nbytes.size() != n || send_nbytes[rank] != receive_nbytes[rank])
+        receive.size() != n || receive_nbytes.size() != n || send_nbytes[rank] != receive_nbytes[rank] ||
+        piece_nbytes == 0)
         throw std::invalid_argument("exchange: lists of one entry a rank, and an own block of one size");
     std::vector<Peer> peers;
     for (std::size_t r = 0; r < n; r++)
@@ -79,7 +80,7 @@ nb::object exchange_blocks(const std::vector<int>& fds, int rank, const Numbers&
     std::optional<Failure> failure;
     {
         nb::gil_scoped_release release;
-        failure = exchange(peers, rank, round, {timeout_ms, wake, free_nbytes});
+        failure = exchange(peers, rank, round, {timeout_ms, wake, free_nbytes, piece_nbytes});
     }
     return failure ? nb::object(nb::make_tuple(failure->rank, failure->reason.c_str())) : nb::none();
 }
@@ -125,6 +126,6 @@ NB_MODULE(_native, m) {
     }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
     m.def("decode_top_k", &decode_top_k_all, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
-          nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"),
+          nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"), nb::arg("piece_nbytes"),
           nb::arg("timeout_ms"), nb::arg("wake"));
 }

@@ -29,8 +29,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t MAGIC = 0x4b425754;  // "TWBK"
-constexpr std::uint64_t PIECE_NBYTES = 16 << 10;
-constexpr std::uint64_t PIECES_PER_MS = 2;  // of round trip: let so much more go than has come
+constexpr std::uint64_t AHEAD_NBYTES_PER_MS = 32 << 10;  // of round trip: let so much more go than has come
 constexpr long long PATIENCE_MS = 50;  // how long an idle wire waits for its turn
 constexpr long long LOOK_MS = 1000;    // without news, look whether less than the low water came
 #ifdef MSG_NOSIGNAL
@@ -50,20 +49,15 @@ template <typename Body> int rest(BlockHeader& header, Body* body, std::uint64_t
     return count;
 }
 
-std::uint64_t num_pieces(std::uint64_t nbytes) {
-    return std::max<std::uint64_t>(1, (nbytes + PIECE_NBYTES / 2) / PIECE_NBYTES);
-}
-
-// Where in a block of `nbytes` a piece ends: the last one takes what is left, and there are no more.
-std::uint64_t stop(std::uint64_t piece, std::uint64_t nbytes) {
-    return piece + 1 < num_pieces(nbytes) ? (piece + 1) * PIECE_NBYTES : nbytes;
+std::uint64_t num_pieces(std::uint64_t nbytes, std::uint64_t piece_nbytes) {
+    return std::max<std::uint64_t>(1, (nbytes + piece_nbytes / 2) / piece_nbytes);
 }
 
 // One connection during one round.
 class Flow {
 public:
-    Flow(const Peer& peer, std::uint32_t round)
-        : peer_(peer), ours_{MAGIC, round, peer.send_nbytes}, wanted_{MAGIC, round, peer.receive_nbytes} {
+    Flow(const Peer& peer, std::uint32_t round, std::uint64_t piece_nbytes)
+        : peer_(peer), piece_nbytes_(piece_nbytes), ours_{MAGIC, round, peer.send_nbytes}, wanted_{MAGIC, round, peer.receive_nbytes} {
 #ifdef SO_NOSIGPIPE
         const int on = 1;
         setsockopt(peer.fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof on);
@@ -76,11 +70,11 @@ public:
 
     // Whether piece number `piece`, if the block has so many, has come.
     bool received(std::uint64_t piece) const {
-        return received_ >= sizeof(BlockHeader) + stop(piece, peer_.receive_nbytes);
+        return received_ >= stop(piece, peer_.receive_nbytes);
     }
 
     // Let the block go up to the end of piece number `piece`; the header goes with the first.
-    void allow(std::uint64_t piece) { allowed_ = sizeof(BlockHeader) + stop(piece, peer_.send_nbytes); }
+    void allow(std::uint64_t piece) { allowed_ = stop(piece, peer_.send_nbytes); }
     bool may_send() const { return sent_ < allowed_; }
 
     // The shortest round trip that the kernel has seen of late.
@@ -107,7 +101,7 @@ public:
             if (n < 0 && errno == EINTR) continue;
             if (n < 0 && would_block(errno)) break;
             if (n < 0) {
-                error = std::strerror(errno);
+                error = errno == EPIPE ? "closed the connection" : std::strerror(errno);
                 break;
             }
             sent_ += n;
@@ -138,8 +132,7 @@ public:
     void set_low_water() {
 #if defined(SO_RCVLOWAT) && defined(__linux__)
         const std::uint64_t body = received_ < sizeof(BlockHeader) ? 0 : received_ - sizeof(BlockHeader);
-        const std::uint64_t end = sizeof(BlockHeader) + stop(body / PIECE_NBYTES, peer_.receive_nbytes);
-        const int wanted = static_cast<int>(end - received_);
+        const int wanted = static_cast<int>(stop(body / piece_nbytes_, peer_.receive_nbytes) - received_);
         if (wanted == low_water_) return;
         low_water_ = wanted;
         setsockopt(peer_.fd, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);  // without it: more wakes, no harm
@@ -159,7 +152,14 @@ private:
                     std::to_string(wanted_.nbytes) + " bytes";
     }
 
+    // Where a piece of a block of `nbytes` ends, header included: the last one takes what is left, and there are no more.
+    std::uint64_t stop(std::uint64_t piece, std::uint64_t nbytes) const {
+        const bool last = piece + 1 >= num_pieces(nbytes, piece_nbytes_);
+        return sizeof(BlockHeader) + (last ? nbytes : (piece + 1) * piece_nbytes_);
+    }
+
     const Peer peer_;
+    const std::uint64_t piece_nbytes_;
     BlockHeader ours_, theirs_{}, wanted_;
     std::uint64_t sent_ = 0, allowed_ = 0, received_ = 0;  // bytes, with the header
     int low_water_ = 0;
@@ -173,14 +173,15 @@ std::optional<Failure> exchange(const std::vector<Peer>& peers, int rank, std::u
     if (own.receive_nbytes) std::memcpy(own.receive, own.send, own.receive_nbytes);
     std::vector<Flow> flows;  // by distance: the first goes to the next rank
     for (int distance = 1; distance < world_size; distance++)
-        flows.emplace_back(peers[(rank + distance) % world_size], round);
+        flows.emplace_back(peers[(rank + distance) % world_size], round, pace.piece_nbytes);
     const auto rank_of = [&](std::size_t i) { return (rank + 1 + static_cast<int>(i)) % world_size; };
 
     std::uint64_t longest = 0, round_trip_us = 0;
     for (const Peer& peer : peers) longest = std::max(longest, peer.send_nbytes);
     for (const Flow& flow : flows) round_trip_us = std::max(round_trip_us, flow.round_trip_us());
-    const std::size_t num_turns = num_pieces(longest) * flows.size();
-    const std::size_t ahead = 1 + round_trip_us * PIECES_PER_MS / 1000;
+    const std::size_t num_turns = num_pieces(longest, pace.piece_nbytes) * flows.size();
+    const std::size_t ahead = 1 + round_trip_us * AHEAD_NBYTES_PER_MS / 1000 / pace.piece_nbytes;
+    std::size_t late = 1;  // pieces to let go when nothing has come for a while
     std::size_t turn = 0;  // the piece that may go next: number turn / flows.size(), to flow turn % flows.size()
     const auto may_go = [&] {
         if (turn < ahead) return true;
@@ -239,7 +240,9 @@ std::optional<Failure> exchange(const std::vector<Peer>& peers, int rank, std::u
             return Failure{rank_of(silent),
                            "timed out: nothing moved for " + std::to_string((pace.timeout_ms + 500) / 1000) + " s"};
         } else if (count == 0 && waiting) {
-            go();  // a peer is late: do not let the wire idle for it
+            // A peer is late: do not let the wire idle for it. Each time more, so that all is sent soon if it never comes.
+            for (std::size_t i = 0; i < late && turn < num_turns; i++) go();
+            late *= 2;
         }
     }
 }

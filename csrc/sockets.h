@@ -27,7 +27,8 @@ struct Peer {
 struct Pace {
     int timeout_ms;            // without a byte to or from anyone
     int wake;                  // a descriptor that ends the call once it is readable
-    std::uint64_t free_nbytes;  // blocks up to this size go out all at once
+    std::uint64_t free_nbytes;   // blocks up to this size go out all at once
+    std::uint64_t piece_nbytes;  // larger ones go out in pieces of this size; at least 1, the same on all ranks
 };
 
 struct Failure {

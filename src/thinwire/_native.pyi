@@ -18,6 +18,7 @@ def exchange(
     receive_nbytes: list[int],
     round: int,
     free_nbytes: int,
+    piece_nbytes: int,
     timeout_ms: int,
     wake: int,
 ) -> tuple[int, str] | None: ...

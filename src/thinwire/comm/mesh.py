@@ -25,11 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 
 from thinwire.errors import AttachError
 from thinwire.wire import WIRE_FORMAT
 
+PIECES_NBYTES = (8192, 16384, 32768)  # the smaller, the less a slow host's queue must hold; each is a wake of a thread
+PIECE_S = 4e-3  # of the wire that a piece should take
+PROBE_NBYTES = 32768  # to every other rank, once, to measure it
 HELLO_S = 10.0  # for a client that connected to say who it is
 TICK_S = 1.0  # between looks whether another rank has given up connecting
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that lost power: 60 s
@@ -101,6 +105,7 @@ class Mesh:
         self._lock = threading.Lock()  # held while descriptors are lent
         self._round = 0
         self._interrupted = False
+        self.piece_nbytes = PIECES_NBYTES[0]  # must be the same on all ranks
         self._woken, self._wake = socket.socketpair()  # the one is readable once the other has been written to
         own: list[socket.socket] = [self._woken, self._wake]
         # A mesh that is dropped unclosed takes its sockets along; at exit a thread may still be using them.
@@ -157,6 +162,7 @@ class Mesh:
                 receive_nbytes,
                 self._round,
                 free_nbytes,
+                self.piece_nbytes,
                 self._timeout_ms,
                 self._woken.fileno(),
             )
@@ -180,6 +186,31 @@ class Mesh:
         self.interrupt()
         with self._lock:
             self._release()
+
+
+def agree_on_pieces(meshes: Sequence[Mesh], store: dist.Store) -> None:
+    """Give meshes of the same ranks the size of pieces that suits the slowest rank's wire. Collective.
+
+    Raises:
+        AttachError: a rank was lost.
+    """
+    first = meshes[0]
+    world_size, others = first.world_size, first.world_size - 1
+    memory = torch.empty((1 + world_size) * PROBE_NBYTES, dtype=torch.uint8)
+    send = [memory.data_ptr()] * world_size
+    receive = [memory[(1 + source) * PROBE_NBYTES :].data_ptr() for source in range(world_size)]
+    try:
+        first.exchange(send, [0] * world_size, receive, [0] * world_size)  # so that all begin at once
+        started = time.perf_counter()
+        first.exchange(send, [PROBE_NBYTES] * world_size, receive, [PROBE_NBYTES] * world_size)
+    except MeshError as error:
+        raise AttachError(f"{error}, while the wire was measured: look at its output") from error
+    per_s = others * PROBE_NBYTES / (time.perf_counter() - started)
+    store.set(f"bytes-per-s/{first.rank}", repr(per_s))
+    slowest = min(float(store.get(f"bytes-per-s/{rank}")) for rank in range(world_size))
+    fitting = [nbytes for nbytes in PIECES_NBYTES if nbytes <= slowest * PIECE_S]
+    for mesh in meshes:
+        mesh.piece_nbytes = max(fitting, default=PIECES_NBYTES[0])
 
 
 def _close_all(sockets: list[socket.socket]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
-from thinwire.comm.mesh import Mesh, MeshClosedError, choose
+from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
@@ -208,6 +208,9 @@ class OverlappedDriver:
                 mesh_store = dist.PrefixStore(f"{name}-mesh", store)
                 mesh = Mesh(mesh_store, ranks, self.rank, timeout, name) if with_mesh else None
                 self._lanes[-1].append(Lane(group, mesh, f"thinwire-{name}"))
+        meshes = [lane.mesh for lane in itertools.chain.from_iterable(self._lanes) if lane.mesh is not None]
+        if meshes and len(ranks) > 1:
+            agree_on_pieces(meshes, store)
 
     def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
         """Queue an exchange; call in the same order on every rank.
