@@ -72,7 +72,7 @@ nb::object exchange_blocks(const std::vector<int>& fds, int rank, const Numbers&
     if (rank < 0 || static_cast<std::size_t>(rank) >= n || send.size() != n || send_nbytes.size() != n ||
         receive.size() != n || receive_nbytes.size() != n || send_nbytes[rank] != receive_nbytes[rank] ||
         piece_nbytes == 0)
-        throw std::invalid_argument("exchange: lists of one entry a rank, and an own block of one size");
+        throw std::invalid_argument("exchange: lists of one entry a rank, an own block of one size, and pieces");
     std::vector<Peer> peers;
     for (std::size_t r = 0; r < n; r++)
         peers.push_back({fds[r], reinterpret_cast<const std::uint8_t*>(send[r]), send_nbytes[r],

@@ -57,7 +57,10 @@ std::uint64_t num_pieces(std::uint64_t nbytes, std::uint64_t piece_nbytes) {
 class Flow {
 public:
     Flow(const Peer& peer, std::uint32_t round, std::uint64_t piece_nbytes)
-        : peer_(peer), piece_nbytes_(piece_nbytes), ours_{MAGIC, round, peer.send_nbytes}, wanted_{MAGIC, round, peer.receive_nbytes} {
+        : peer_(peer),
+          piece_nbytes_(piece_nbytes),
+          ours_{MAGIC, round, peer.send_nbytes},
+          wanted_{MAGIC, round, peer.receive_nbytes} {
 #ifdef SO_NOSIGPIPE
         const int on = 1;
         setsockopt(peer.fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof on);
@@ -69,9 +72,7 @@ public:
     bool received() const { return received_ == sizeof(BlockHeader) + peer_.receive_nbytes; }
 
     // Whether piece number `piece`, if the block has so many, has come.
-    bool received(std::uint64_t piece) const {
-        return received_ >= stop(piece, peer_.receive_nbytes);
-    }
+    bool received(std::uint64_t piece) const { return received_ >= stop(piece, peer_.receive_nbytes); }
 
     // Let the block go up to the end of piece number `piece`; the header goes with the first.
     void allow(std::uint64_t piece) { allowed_ = stop(piece, peer_.send_nbytes); }
@@ -82,7 +83,8 @@ public:
 #ifdef __linux__
         tcp_info info{};
         socklen_t size = sizeof info;
-        if (!getsockopt(peer_.fd, IPPROTO_TCP, TCP_INFO, &info, &size) && info.tcpi_min_rtt != ~0u) return info.tcpi_min_rtt;
+        if (!getsockopt(peer_.fd, IPPROTO_TCP, TCP_INFO, &info, &size) && info.tcpi_min_rtt != ~0u)
+            return info.tcpi_min_rtt;
 #endif
         return 0;
     }

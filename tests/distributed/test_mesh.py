@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Tower, attached, seeded, train
 
+from thinwire.comm import meeting
 from thinwire.comm import mesh as mesh_module
-from thinwire.comm.mesh import Hello, Mesh, MeshClosedError, MeshError
+from thinwire.comm.meeting import Hello
+from thinwire.comm.mesh import PIECES_NBYTES, Mesh, MeshClosedError, MeshError, agree_on_pieces
 from thinwire.comm.process_group import own_store, perform
 from thinwire.comm.rounds import AllGather, AllToAll, Transfer
 from thinwire.errors import AttachError, ScheduleError
@@ -59,18 +61,17 @@ SIZES = [
     [1, 0, 7, 0, 3],
     [0, 70_000, 16, 200_001, 1],
     [300_000, 300_000, 300_000, 300_000, 300_000],
-    [24_575, 24_576, 49_153, 16_384, 40_960],  # around the ends of pieces of 16 KiB
+    [24_575, 24_576, 49_153, 16_384, 40_960],  # around the ends of pieces of 16 KiB, and where a last one may be longer
+    [12_287, 12_288, 12_289, 8_192, 28_673],  # the same for 8 KiB
+    [49_151, 49_152, 49_153, 32_768, 98_305],  # and for 32
 ]
 
 
 def _all_sizes(rank, world_size):
     mesh = _mesh(rank, world_size)
-    arrived = [
-        _round(mesh, kind, sizes[:world_size], turn)
-        for turn in range(3)
-        for sizes in SIZES
-        for kind in (AllToAll, AllGather)
-    ]
+    arrived = []
+    for turn, mesh.piece_nbytes in enumerate((*PIECES_NBYTES, 1000)):
+        arrived += [_round(mesh, kind, sizes[:world_size], turn) for sizes in SIZES for kind in (AllToAll, AllGather)]
     mesh.close()
     return all(arrived)
 
@@ -104,6 +105,54 @@ def _late(rank, world_size):
 
 def test_ranks_may_come_late(ranks):
     assert ranks(3).run(_late) == [True] * 3
+
+
+def _agreed(rank, world_size, slow, piece_s):
+    """Agree on the size of pieces with a rank whose wire seems slow, and return what this rank then uses."""
+    store = own_store(range(world_size), rank)
+    meshes = [
+        Mesh(dist.PrefixStore(name, store), range(world_size), rank, datetime.timedelta(seconds=20), name)
+        for name in ("first", "second")
+    ]
+    exchange = meshes[0].exchange
+
+    def slowly(*blocks):
+        exchange(*blocks)
+        time.sleep(0.5 if rank == slow else 0)
+
+    meshes[0].exchange = slowly
+    for mesh in meshes:
+        mesh.piece_nbytes = 12_345
+    usual, mesh_module.PIECE_S = mesh_module.PIECE_S, piece_s
+    try:
+        agree_on_pieces(meshes, store)
+    finally:
+        mesh_module.PIECE_S = usual
+    sizes = {mesh.piece_nbytes for mesh in meshes}
+    meshes[0].exchange = exchange
+    arrived = all(_round(mesh, AllToAll, [100_000] * world_size) for mesh in meshes)
+    for mesh in meshes:
+        mesh.close()
+    return sizes, arrived
+
+
+# 96 KiB in half a second and a little are at most 196,608 bytes a second.
+@pytest.mark.parametrize(
+    ("slow", "piece_s", "nbytes"), [(1, 4e-3, 8192), (1, 0.16, 16384), (None, 1e9, 32768), (None, 0.0, 8192)]
+)
+def test_pieces_suit_the_slowest_wire_on_all_ranks(ranks, slow, piece_s, nbytes):
+    assert ranks(4).run(_agreed, slow, piece_s) == [({nbytes}, True)] * 4
+
+
+def _attached_pieces(rank, world_size):
+    with attached(DDP(seeded(Tower), bucket_cap_mb=0.02), "int8") as link:
+        return [lane.mesh.piece_nbytes for lanes in link._driver._lanes for lane in lanes]
+
+
+def test_all_lanes_of_all_ranks_have_one_size_of_pieces(ranks):
+    sizes = ranks(3).run(_attached_pieces)
+    assert len({size for lanes in sizes for size in lanes}) == 1
+    assert sizes[0][0] in PIECES_NBYTES
 
 
 def _wrong_buffers(rank, world_size):
@@ -199,13 +248,13 @@ def test_strangers_are_turned_away(ranks):
 
 def _another_version(rank, world_size):
     if rank == 1:
-        mesh_module.Hello.__init__.__defaults__ = (99,)
+        Hello.__init__.__defaults__ = (99,)
     try:
         with pytest.raises(AttachError) as caught:
             _mesh(rank, world_size)
         return str(caught.value)
     finally:
-        mesh_module.Hello.__init__.__defaults__ = (mesh_module.WIRE_FORMAT,)
+        Hello.__init__.__defaults__ = (meeting.WIRE_FORMAT,)
 
 
 def test_another_wire_format_is_an_error_on_both_sides(ranks):

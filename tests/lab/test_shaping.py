@@ -3,6 +3,7 @@
 import statistics
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,14 @@ def test_opening_and_closing_is_fast():
     start = time.monotonic()
     Lab(nodes=8, rate="1gbit").close()
     assert time.monotonic() - start < 5
+
+
+def test_hosts_use_cubic_where_they_may_and_keep_nothing_back():
+    ipv4 = Path("/proc/sys/net/ipv4")
+    allowed = (ipv4 / "tcp_allowed_congestion_control").read_text().split()
+    control = "cubic" if "cubic" in allowed else (ipv4 / "tcp_congestion_control").read_text().strip()
+    said = []
+    files = [str(ipv4 / name) for name in ("tcp_congestion_control", "tcp_autocorking")]
+    with Lab(nodes=2) as lab:
+        lab.start(["cat", *files], on_line=lambda rank, line: said.append((rank, line))).wait()
+    assert sorted(said) == [(0, "0"), (0, control), (1, "0"), (1, control)]

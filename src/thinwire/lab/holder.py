@@ -88,7 +88,8 @@ class Namespaces:
                 self._join_by_veth(node)
             device = interface_name(node)
             linux.setns(namespace, linux.CLONE_NEWNET)
-            with contextlib.suppress(OSError):  # Linux's default, whatever this machine's own choice is
+            # Linux's default, whatever this machine's choice is; that one stays where namespaces may not have cubic.
+            with contextlib.suppress(OSError):
                 Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
             # Autocorking waits until a host's frames have left it. Here they are on its account until they are through
             # both queues, and Linux then forgets the end of a block for 40 ms and more, as no network card makes it do.
