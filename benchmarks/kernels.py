@@ -44,7 +44,7 @@ def cases() -> list[Case]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         found.append(Case(f"cast-{name}", "cast", N * dtype.itemsize, {"dtype": dtype}, {"dtype": dtype}))
-    for bits in (8, 4):
+    for bits in (8, 7, 4, 3, 2):
         for stochastic in (False, True):
             settings = {"bits": bits, "block": 512}
             label = f"int{bits}{'-stochastic' if stochastic else ''}"

@@ -11,7 +11,7 @@ namespace thinwire {
 enum class Number : int { float32 = 0, float16 = 1, bfloat16 = 2 };
 
 struct BlockQuant {
-    int bits;  // 8 or 4
+    int bits;  // 2 to 8
     std::size_t block;
     bool stochastic;
 };
@@ -22,7 +22,7 @@ bool encode_cast(const EncodeJob& job, Number number);
 void decode_cast(const DecodeJob& job, Number number);
 
 bool encode_block_quant(const EncodeJob& job, const BlockQuant& settings, Scratch& scratch);
-void decode_block_quant(const DecodeJob& job, const BlockQuant& settings);
+void decode_block_quant(const DecodeJob& job, const BlockQuant& settings, Scratch& scratch);
 
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);

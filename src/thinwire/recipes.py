@@ -3,13 +3,14 @@
     recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
-    kind        = dense | fp16 | bf16 | int8 | int4 | onebit | topk | identity
+    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | onebit | topk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -68,8 +69,7 @@ def _top_k(arguments: Sequence[str]) -> TopK:
 _KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
     "fp16": lambda arguments: _cast(torch.float16, arguments),
     "bf16": lambda arguments: _cast(torch.bfloat16, arguments),
-    "int8": lambda arguments: _block_quant(8, arguments),
-    "int4": lambda arguments: _block_quant(4, arguments),
+    **{f"int{bits}": functools.partial(_block_quant, bits) for bits in range(8, 1, -1)},
     "onebit": _one_bit,
     "topk": _top_k,
     "identity": _identity,

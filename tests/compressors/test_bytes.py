@@ -185,6 +185,16 @@ def test_int4_nibbles_are_planar_within_each_block() -> None:
     assert torch.equal(quant.decode(quant.encode(x), BlockSpec(shape=(37,))), x)
 
 
+def test_narrow_codes_are_planar_by_limbs() -> None:
+    """Five values of 3 bits: two bits of each in two bytes, four to a byte, then one bit of each in one byte."""
+    codes = [3, -3, 1, 0, -2]
+    x = torch.tensor(codes, dtype=torch.float32)
+    twos = [code & 3 for code in codes] + [0, 0, 0]
+    ones = sum((code & 7) >> 2 << place for place, code in enumerate(codes))
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4 | twos[6] << 6, twos[1] | twos[3] << 2 | twos[5] << 4, ones]
+    assert raw(BlockQuant(bits=3).encode(x)) == floats(1.0) + bytes(packed) + b"\0"
+
+
 def test_block_quant_rounds_to_nearest_even() -> None:
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5])
     decoded = BlockQuant().decode(BlockQuant().encode(x), BlockSpec(shape=(8,)))
@@ -199,7 +209,7 @@ def test_stochastic_rounding_is_floor_of_value_plus_uniform() -> None:
     assert not torch.equal(expected, x.round())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
 @pytest.mark.parametrize("peak", [0.1, 1.0, 3.0, 1e-38, 1e-44, 3e38, torch.finfo(torch.float32).max])
 def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
     quant = BlockQuant(bits=bits)  # type: ignore[arg-type]
@@ -217,6 +227,8 @@ def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
         (BlockQuant(bits=8), 65536, 128 * 4 + 65536),
         (BlockQuant(bits=4), 65536, 128 * 4 + 32768),
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
+        (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
+        (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),

@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire import BlockQuant, BlockSpec, Cast, Compressor, Identity, OneBit, TopK
 from thinwire.compressors import Contractive, Unbiased
 from thinwire.errors import RecipeError, WireError
+from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.random import Key, parameter_key
 
 TABLE: list[Compressor] = [
@@ -29,6 +30,9 @@ TABLE: list[Compressor] = [
     BlockQuant(bits=4, block=34),
     BlockQuant(bits=4, rounding="stochastic"),
     BlockQuant(bits=4, block=64, rounding="stochastic"),
+    *(BlockQuant(bits=bits) for bits in (2, 3, 5, 6, 7)),
+    *(BlockQuant(bits=bits, rounding="stochastic") for bits in (2, 3, 5, 6, 7)),
+    BlockQuant(bits=7, block=34, rounding="stochastic"),
     OneBit(),
     OneBit(scale="rms"),
     TopK(density=0.01),
@@ -218,7 +222,8 @@ def hard_blocks(n: int, smallest: float, largest: float) -> dict[str, Tensor]:
     one = torch.zeros(n)
     one[n // 2] = -middle
     half_steps = {}
-    for levels in (7, 127):  # every value halfway between two levels: the largest error rounding to nearest can make
+    # Every value halfway between two levels: the largest error rounding to nearest can make.
+    for levels in (1, 3, 7, 15, 31, 63, 127):
         block = torch.full((n,), middle * 0.5 / levels)
         block[0] = middle
         half_steps[f"half a step of {levels}"] = (block * sign).clamp(-largest, largest)
@@ -263,8 +268,9 @@ def test_contractive(compressor: Compressor, n: int) -> None:
         (OneBit(), torch.tensor([0.0, 0.0, 5.0, 0.0])),
         (BlockQuant(bits=8), torch.tensor([127.0] + [0.5] * 511)),
         (BlockQuant(bits=4), torch.tensor([7.0] + [0.5] * 511)),
+        (BlockQuant(bits=2), torch.tensor([1.0] + [0.5] * 511)),
     ],
-    ids=["topk", "onebit", "int8", "int4"],
+    ids=["topk", "onebit", "int8", "int4", "int2"],
 )
 def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Tensor) -> None:
     contract = compressor.contract(spec_of(block))
@@ -273,43 +279,79 @@ def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Te
     assert float(error) == pytest.approx(1 - contract.delta, rel=1e-5)
 
 
+# --- unbiased kinds -------------------------------------------------------------------------------------------------
+
+
+def scale_and_levels(compressor: Compressor, x: Tensor) -> tuple[float, Tensor]:
+    """Return what a stochastic kind rounds to: 0 and these levels, ascending, relative to the block's scale."""
+    match compressor:
+        case BlockQuant():
+            return float(x.abs().max()), torch.arange(compressor.levels + 1).double() / compressor.levels
+    raise AssertionError(f"say what levels {compressor} has")
+
+
+def draws_of(compressor: Compressor, x: Tensor, num: int) -> Tensor:
+    """Encode x `num` times with other random numbers each time: as many blocks of one tensor, or steps."""
+    if x.numel() == getattr(compressor, "block", None):
+        return round_trip(compressor, x.repeat(num)).view(num, -1).double()
+    spec, nbytes = spec_of(x), compressor.nbytes(spec_of(x))
+    data, draws = torch.empty(num, nbytes, dtype=torch.uint8), torch.empty(num, x.numel())
+    keys = [dataclasses.replace(KEY, step=step) for step in range(num)]
+    compressor.encode_jobs([EncodeJob(x, data[i], key=key) for i, key in enumerate(keys)], [spec] * num)
+    compressor.decode_jobs([DecodeJob(data[i], draws[i]) for i in range(num)], [spec] * num)
+    return draws.double()
+
+
+def length_of(compressor: Compressor) -> int:
+    return getattr(compressor, "block", None) or 512
+
+
 @stochastic_ones
-def test_unbiased(compressor: BlockQuant) -> None:
-    """The mean of 10,000 draws is x within 4 standard errors, and the variance is the one that is claimed."""
-    num_draws, block, peak = 10_000, compressor.block, 0.3
-    step = peak / compressor.levels
-    # On levels, just beside them, halfway, at the ends, and anywhere.
-    around = torch.tensor([0.0, 1.0, -1.0, compressor.levels - 1.0, -float(compressor.levels)])
-    special = torch.cat([around, around + 1e-3, around - 1e-3, around + 0.5, around - 0.5, around * 0.37])
-    x = (torch.rand(block, generator=torch.Generator().manual_seed(1)) * 2 - 1) * peak
-    x[: special.numel()] = (special * step).clamp(-peak, peak)
-    x[31] = peak
-    draws = round_trip(compressor, x.repeat(num_draws)).view(num_draws, block).double()
+def test_unbiased(compressor: Compressor) -> None:
+    """The mean of 10,000 draws is x within 4 standard errors, and the variance is that of rounding by chance."""
+    num_draws, n = 10_000, length_of(compressor)
+    x = (torch.rand(n, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.25
+    x[31] = 0.25
+    # On levels, just beside them, halfway, and at the ends.
+    scale, levels = scale_and_levels(compressor, x)
+    some = torch.cat([levels[:3], levels[-3:]])
+    special = torch.cat([some, some * (1 + 1e-3), some * (1 - 1e-3), (levels[:-1] + levels[1:])[-3:] / 2])
+    special = torch.cat([special, -special])[:30]
+    x[: special.numel()] = (special * scale).clamp(-0.25, 0.25)
+    if getattr(compressor, "norm", "max") == "l2":
+        x *= 0.25 / x.norm()
+    draws = draws_of(compressor, x, num_draws)
 
     exact = x.double()
-    fraction = (exact / step) - (exact / step).floor()
-    sigma = step * (fraction * (1 - fraction)).sqrt()
-    resolution = step * 2.0**-16 + exact.abs() * 2.0**-22  # uniforms have 16 bits; the scale has 24
+    scale, levels = scale_and_levels(compressor, x)
+    above = torch.searchsorted(levels * scale, exact.abs() * (1 - 2.0**-22)).clamp(1, len(levels) - 1)
+    low, high = levels[above - 1] * scale, levels[above] * scale
+    sigma = ((exact.abs() - low).clamp(min=0) * (high - exact.abs()).clamp(min=0)).sqrt()
+    resolution = (high - low) * 2.0**-16 + exact.abs() * 2.0**-21  # uniforms have 16 bits; the scale has 24
     bias = (draws.mean(dim=0) - exact).abs()
     assert (bias <= 4 * sigma / math.sqrt(num_draws) + resolution).all()
 
-    contract = compressor.contract(BlockSpec(shape=(block,)))
+    near = (draws.abs() - low).abs().minimum((draws.abs() - high).abs())
+    assert (near <= scale * 2.0**-20).all(), "rounds to one of the two neighbouring levels"
+    contract = compressor.contract(spec_of(x))
     assert isinstance(contract, Unbiased)
-    assert contract.omega == block / (4 * compressor.levels**2)
     variance = (draws - exact).square().sum(dim=1).mean()
-    assert variance <= contract.omega * exact.square().sum()
     torch.testing.assert_close(variance, sigma.square().sum(), rtol=0.05, atol=0)
-    assert len(draws[:, 40].unique()) == 2, "rounds up and down, to neighbouring levels"
+    assert variance <= contract.omega * exact.square().sum() * 1.01
 
 
 @stochastic_ones
-def test_half_steps_reach_the_claimed_variance(compressor: BlockQuant) -> None:
-    """With every value halfway between levels the variance is within 1 % of B/4 steps: omega is not loose."""
-    x = torch.full((compressor.block,), 0.5)
-    x[0] = compressor.levels
-    draws = round_trip(compressor, x.repeat(2000)).view(2000, -1)
-    variance = float((draws - x).square().sum(dim=1).mean())
-    assert variance == pytest.approx((compressor.block - 1) / 4, rel=0.01)
+def test_the_worst_block_reaches_the_claimed_variance(compressor: Compressor) -> None:
+    """Omega is the least there is: the block that `dither_omega` names has this variance, within 2 %."""
+    n = length_of(compressor)
+    contract = compressor.contract(BlockSpec(shape=(n,)))
+    assert isinstance(contract, Unbiased)
+    x = torch.ones(n)
+    levels = scale_and_levels(compressor, x)[1]
+    x[1:] = levels[1] / (2 * (1 + contract.omega))
+    draws = draws_of(compressor, x, 2000)
+    variance = float((draws - x).square().sum(dim=1).mean() / x.double().square().sum())
+    assert variance == pytest.approx(contract.omega, rel=0.02)
 
 
 # --- randomness -----------------------------------------------------------------------------------------------------
@@ -555,7 +597,8 @@ def test_table_has_every_kind_once() -> None:
     ("make", "expected", "got"),
     [
         (lambda: Cast(dtype=torch.float32), "float16", "float32"),
-        (lambda: BlockQuant(bits=3), "8 or 4", "3"),  # type: ignore[arg-type]
+        (lambda: BlockQuant(bits=9), "2 to 8", "9"),  # type: ignore[arg-type]
+        (lambda: BlockQuant(bits=1), "2 to 8", "1"),  # type: ignore[arg-type]
         (lambda: BlockQuant(block=30), "32 to 65536", "30"),
         (lambda: BlockQuant(block=65538), "32 to 65536", "65538"),
         (lambda: BlockQuant(block=63), "even", "63"),

@@ -50,7 +50,7 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
 def encode_block_quant(
     jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
 ) -> list[bool]:
-    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
+    """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
     packing.check_block_quant(bits, block)
     if stochastic:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
+from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.random import uniform
 
@@ -87,7 +88,7 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
         _deliver(job, values.to(torch.float32))
 
 
-# --- block quantisation: one float32 scale a block, then 8- or 4-bit codes ------------------------------------------
+# --- block quantisation: one float32 scale a block, then codes of 2 to 8 bits ---------------------------------------
 
 
 def max_scale(levels: int) -> float:
@@ -102,34 +103,10 @@ def _num_blocks(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def _pack_nibbles(codes: Tensor, block: int) -> Tensor:
-    """Planar within each block of m codes: byte j = code[j] | code[j + ceil(m/2)] << 4, two's complement nibbles."""
-    packed: list[Tensor] = []
-    for piece in codes.split(block):
-        half = -(-piece.numel() // 2)
-        low, high = piece[:half].to(torch.int16), piece.new_zeros(half).to(torch.int16)
-        high[: piece.numel() - half] = piece[half:].to(torch.int16)
-        packed.append(((low & 15) | ((high & 15) << 4)).to(torch.uint8))
-    return torch.cat(packed) if packed else codes.new_zeros(0, dtype=torch.uint8)
-
-
-def _unpack_nibbles(packed: Tensor, numel: int, block: int) -> Tensor:
-    codes: list[Tensor] = []
-    place = 0
-    for start in range(0, numel, block):
-        m = min(block, numel - start)
-        half = -(-m // 2)  # an odd block takes half a byte more than it fills
-        piece = packed[place : place + half].to(torch.int16)
-        place += half
-        both = torch.cat([piece & 15, piece >> 4])[:m]
-        codes.append(((both ^ 8) - 8).to(torch.int8))
-    return torch.cat(codes) if codes else packed.new_zeros(0, dtype=torch.int8)
-
-
 def encode_block_quant(
     jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
 ) -> list[bool]:
-    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits).
+    """Write ceil(n/block) float32 scales, then the codes, two's complement, packed block by block as codes.py says.
 
     Per block, L = 2**(bits-1) - 1 and s = max|q| / L, moved up one ulp where L * s < max|q| and down to `max_scale(L)`
     where L * s would overflow. Codes are q/s rounded to nearest even, or floor(q/s + u), clamped to [-L, L]. A block
@@ -158,8 +135,7 @@ def encode_block_quant(
         codes = y.clamp(-levels, levels).nan_to_num(0.0).to(torch.int8)
         scale_nbytes = 4 * num_blocks
         job.out[:scale_nbytes].view(torch.float32).copy_(scale.view(-1))
-        flat = codes.view(-1)[:n]
-        payload = flat.view(torch.uint8) if bits == 8 else _pack_nibbles(flat, block)
+        payload = pack(codes.view(-1)[:n].view(torch.uint8), bits, block)
         job.out[scale_nbytes : scale_nbytes + payload.numel()] = payload
         job.out[scale_nbytes + payload.numel() :].zero_()
         decoded = (codes.to(torch.float32) * scale).view(-1)[:n]
@@ -172,8 +148,9 @@ def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, thre
     for job in jobs:
         n, num_blocks = job.out.numel(), _num_blocks(job.out.numel(), block)
         scale = job.data[: 4 * num_blocks].view(torch.float32)
-        payload = job.data[4 * num_blocks :]
-        codes = payload[:n].view(torch.int8) if bits == 8 else _unpack_nibbles(payload, n, block)
+        codes = unpack(job.data[4 * num_blocks :], n, bits, block).to(torch.int16)
+        sign = 2 ** (bits - 1)
+        codes = (codes ^ sign) - sign
         _deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
 
 
