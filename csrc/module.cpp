@@ -88,6 +88,19 @@ NB_MODULE(_native, m) {
             decode_block_quant(job, settings, scratch);
         });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("threads"));
+    m.def("encode_dither",
+          [](const nb::bytes& jobs, int bits, std::size_t block, bool natural, bool l2, int threads) {
+              const Dither settings{bits, block, natural, l2};
+              return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+                  return encode_dither(job, settings, scratch);
+              });
+          },
+          nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("l2"), nb::arg("threads"));
+    m.def("decode_dither", [](const nb::bytes& jobs, int bits, std::size_t block, bool natural, int threads) {
+        const Dither settings{bits, block, natural, false};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_dither(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });

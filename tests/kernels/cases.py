@@ -28,6 +28,10 @@ class Kind:
     num_kept: Callable[[int], int] | None = None
     on_cuda: bool = True  # has Triton kernels
 
+    @property
+    def stochastic(self) -> bool:
+        return bool(self.settings.get("stochastic")) or self.name == "dither"
+
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
 
@@ -66,6 +70,17 @@ def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
     return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
 
 
+def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition."""
+
+    def nbytes(n: int) -> int:
+        return 4 * -(-n // (block or max(n, 1))) + codes_nbytes(n, bits, block or max(n, 1))
+
+    label = f"{'natural' if natural else 'linear'}{bits}-{block or 'partition'}-{'l2' if l2 else 'max'}"
+    settings = {"bits": bits, "block": block, "natural": natural}
+    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
+
+
 def _top_k(dtype: torch.dtype, label: str, num_kept: Callable[[int], int]) -> Kind:
     settings = {"dtype": dtype}
     name = f"top_k-{dtype}-{label}".replace("torch.", "")
@@ -84,6 +99,12 @@ KINDS = [
         block_quant(bits, block, stochastic)
         for bits in (2, 3, 5, 6, 7)
         for block, stochastic in ((33, False), (512, True))
+    ),
+    *(
+        dither(bits, block, natural, l2)
+        for bits, block in ((2, 33), (3, 0), (5, 512), (7, 0), (8, 2000))
+        for natural in (False, True)
+        for l2 in (False, True)
     ),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})

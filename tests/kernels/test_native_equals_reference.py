@@ -13,7 +13,7 @@ from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.random import Key
 from thinwire.wire import align
 
-STOCHASTIC = [kind for kind in KINDS if kind.settings.get("stochastic")]
+STOCHASTIC = [kind for kind in KINDS if kind.stochastic]
 
 
 def both(native: ModuleType, kind: Kind, x: torch.Tensor, residual: torch.Tensor | None, **more: object) -> None:

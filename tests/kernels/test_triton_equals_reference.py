@@ -28,7 +28,7 @@ LONGEST = 2100 if INTERPRETED else 65536
 NON_FINITE = (float("inf"), float("nan"), float("-inf"))[: 2 if INTERPRETED else 3]
 FEW = {"33-nearest", "512-stochastic", "l1", "rms", "float32-half", "float16-percent"}
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label.partition("-")[2] in FEW]
-STOCHASTIC = [kind for kind in KINDS if kind.settings.get("stochastic")]
+STOCHASTIC = [kind for kind in KINDS if kind.stochastic]
 
 pytestmark = pytest.mark.triton_interpreter if INTERPRETED else pytest.mark.gpu
 if not INTERPRETED and not torch.cuda.is_available():

@@ -44,7 +44,8 @@ def dither_omega(numel: int, smallest_level: float, norm: Literal["max", "l2"], 
         max: omega = max(base, (sqrt(1 + (d - 1) t^2) - 1) / 2),
         l2:  omega = v + a^2 / (4 (1 + v))  with  v = max(base, a / 2 - 1).
 
-    Linear dithering has base = 0 (steps above the first have no more variance than it has), natural dithering 1/8.
+    Linear dithering has base = 0 (steps above the first have no more variance than it has), natural dithering 1/8,
+    which its blocks only come near to.
     """
     d = max(numel, 2)  # a value alone still errs by its scale's rounding
     if norm == "max":

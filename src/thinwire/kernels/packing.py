@@ -57,6 +57,11 @@ def _check(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device |
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
 
 
+def flags(finite: bytes) -> list[bool]:
+    """Return what an encoder says of each job: whether all was finite."""
+    return [flag != 0 for flag in finite]
+
+
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +81,12 @@ def check_block_quant(bits: int, block: int) -> None:
     """Raise unless there is such a quantisation."""
     if not 2 <= bits <= 8 or block < 1:
         raise ValueError(f"block quantisation: expected 2 to 8 bits and a block of at least 1, got {bits} and {block}")
+
+
+def check_dither(bits: int, block: int) -> None:
+    """Raise unless there is such a dithering."""
+    if not 2 <= bits <= 8 or block < 0:
+        raise ValueError(f"dithering: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
 
 
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
@@ -115,6 +126,12 @@ def cast_nbytes(dtype: torch.dtype) -> PayloadNbytes:
 def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_block_quant`."""
     return lambda n, _: 4 * -(-n // block) + blocks_nbytes(n, bits, block)
+
+
+@functools.cache
+def dither_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_dither`."""
+    return lambda n, _: 4 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

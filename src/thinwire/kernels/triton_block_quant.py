@@ -13,7 +13,7 @@ import triton.language as tl
 from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.reference import max_scale
+from thinwire.kernels.reference_steps import max_scale
 from thinwire.kernels.triton_elements import (
     INF_BITS,
     decode_row,
