@@ -638,6 +638,9 @@ def test_table_has_every_kind_once() -> None:
         (lambda: BlockQuant(block=65538), "32 to 65536", "65538"),
         (lambda: BlockQuant(block=63), "even", "63"),
         (lambda: BlockQuant(rounding="up"), "'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
+        (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
+        (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]
+        (lambda: NaturalDithering(block=31), "32 to 65536, or None", "31"),
         (lambda: OneBit(scale="l2"), "'l1' or 'rms'", "'l2'"),  # type: ignore[arg-type]
         (lambda: TopK(density=0.0), r"\(0, 1\]", "0.0"),
         (lambda: TopK(density=1.01), r"\(0, 1\]", "1.01"),
