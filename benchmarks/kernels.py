@@ -44,12 +44,17 @@ def cases() -> list[Case]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         found.append(Case(f"cast-{name}", "cast", N * dtype.itemsize, {"dtype": dtype}, {"dtype": dtype}))
-    for bits in (8, 4):
+    for bits in (8, 7, 4, 3, 2):
         for stochastic in (False, True):
             settings = {"bits": bits, "block": 512}
             label = f"int{bits}{'-stochastic' if stochastic else ''}"
             nbytes = 4 * (N // 512) + N * bits // 8
             found.append(Case(label, "block_quant", nbytes, {**settings, "stochastic": stochastic}, settings))
+    for natural, bits in ((False, 5), (False, 8), (True, 3), (True, 8)):
+        for l2 in (False, True):
+            settings = {"bits": bits, "block": 0, "natural": natural}
+            label = f"{'natural' if natural else 'linear'}{bits}-{'l2' if l2 else 'max'}"
+            found.append(Case(label, "dither", 4 + N * bits // 8, {**settings, "l2": l2}, settings))
     for rms in (False, True):
         found.append(Case(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", 4 + N // 8, {"rms": rms}, {}))
     for dtype in (torch.float32, torch.float16):

@@ -43,7 +43,7 @@ template <typename Job, typename Encode> nb::bytes encode_all(const nb::bytes& p
 template <typename Decode> void decode_all(const nb::bytes& packed, int threads, Decode decode) {
     const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
     nb::gil_scoped_release release;
-    parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch&) { decode(jobs[i]); });
+    parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch& scratch) { decode(jobs[i], scratch); });
 }
 
 // Check every job before any is decoded. Returns (job, place) of the first bad index, or None.
@@ -100,7 +100,7 @@ NB_MODULE(_native, m) {
             jobs, threads, [=](const EncodeJob& job, Scratch&) { return encode_cast(job, Number{number}); });
     }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
     m.def("decode_cast", [](const nb::bytes& jobs, int number, int threads) {
-        decode_all(jobs, threads, [=](const DecodeJob& job) { decode_cast(job, Number{number}); });
+        decode_all(jobs, threads, [=](const DecodeJob& job, Scratch&) { decode_cast(job, Number{number}); });
     }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
     m.def("encode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, bool stochastic, int threads) {
         const BlockQuant settings{bits, block, stochastic};
@@ -110,14 +110,29 @@ NB_MODULE(_native, m) {
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("stochastic"), nb::arg("threads"));
     m.def("decode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, int threads) {
         const BlockQuant settings{bits, block, false};
-        decode_all(jobs, threads, [=](const DecodeJob& job) { decode_block_quant(job, settings); });
+        decode_all(jobs, threads, [=](const DecodeJob& job, Scratch& scratch) {
+            decode_block_quant(job, settings, scratch);
+        });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("threads"));
+    m.def("encode_dither",
+          [](const nb::bytes& jobs, int bits, std::size_t block, bool natural, bool l2, int threads) {
+              const Dither settings{bits, block, natural, l2};
+              return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+                  return encode_dither(job, settings, scratch);
+              });
+          },
+          nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("l2"), nb::arg("threads"));
+    m.def("decode_dither", [](const nb::bytes& jobs, int bits, std::size_t block, bool natural, int threads) {
+        const Dither settings{bits, block, natural, false};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_dither(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });
     }, nb::arg("jobs"), nb::arg("rms"), nb::arg("threads"));
     m.def("decode_one_bit", [](const nb::bytes& jobs, int threads) {
-        decode_all(jobs, threads, [](const DecodeJob& job) { decode_one_bit(job); });
+        decode_all(jobs, threads, [](const DecodeJob& job, Scratch&) { decode_one_bit(job); });
     }, nb::arg("jobs"), nb::arg("threads"));
     m.def("encode_top_k", [](const nb::bytes& jobs, int number, int threads) {
         return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {

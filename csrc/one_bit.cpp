@@ -1,43 +1,10 @@
 // One bit an element: one float32 scale, the mean of |q| or the root of the mean of q^2, then sign bits.
-#include <cmath>
-
 #include "elements.h"
 #include "kernels.h"
+#include "tree_sum.h"
 
 namespace thinwire {
 namespace {
-
-constexpr std::size_t CHUNK = 1024;
-
-// Sum 1024 terms by halving, as `tree_sum` does: term i gains term i + 512, then i + 256, ... term(i) is a double.
-template <typename Term> TW_INLINE double sum_chunk(Term term) {
-    double sums[CHUNK / 2];
-    for (std::size_t i = 0; i < CHUNK / 2; i++) sums[i] = term(i) + term(i + CHUNK / 2);
-    for (std::size_t half = CHUNK / 4; half > 0; half /= 2)
-        for (std::size_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
-    return sums[0];
-}
-
-template <bool rms> TW_INLINE double sum_floats(const f32* q) {
-    return sum_chunk([q](std::size_t i) __attribute__((always_inline)) {
-        const double wide = q[i];
-        return rms ? wide * wide : std::fabs(wide);
-    });
-}
-
-// The levels of `tree_sum` above the first, in place.
-TW_INLINE double sum_of_sums(double* sums, std::size_t count) {
-    while (count > 1) {
-        const std::size_t num_chunks = (count + CHUNK - 1) / CHUNK;
-        for (std::size_t c = 0; c < num_chunks; c++) {
-            double chunk[CHUNK] = {};
-            std::memcpy(chunk, sums + c * CHUNK, sizeof(double) * std::min(CHUNK, count - c * CHUNK));
-            sums[c] = sum_chunk([&chunk](std::size_t i) __attribute__((always_inline)) { return chunk[i]; });
-        }
-        count = num_chunks;
-    }
-    return sums[0];
-}
 
 // Sign bits of m <= CHUNK elements; -0 is not below 0. Bit i of byte j comes from element 8 * j + i: the product moves
 // its flag, byte i of a word, to bit 56 + i.

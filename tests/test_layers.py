@@ -41,7 +41,8 @@ def test_there_are_examples() -> None:
     with_examples = {
         test.name for name in MODULES for test in found.find(importlib.import_module(name)) if test.examples
     }
-    for shown in ("Identity", "Cast", "BlockQuant", "OneBit", "TopK", "Dense", "Gather", "TwoShot", "ErrorFeedback"):
+    compressors = ("Identity", "Cast", "BlockQuant", "LinearDithering", "NaturalDithering", "OneBit", "TopK")
+    for shown in (*compressors, "Dense", "Gather", "TwoShot", "ErrorFeedback"):
         assert any(test.endswith(f".{shown}") for test in with_examples), shown
 
 

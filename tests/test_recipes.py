@@ -5,7 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire import BlockQuant, Cast, Dense, ErrorFeedback, Gather, Identity, OneBit, TopK, TwoShot, parse_recipe
+from thinwire import (
+    BlockQuant,
+    Cast,
+    Dense,
+    ErrorFeedback,
+    Gather,
+    Identity,
+    LinearDithering,
+    NaturalDithering,
+    OneBit,
+    TopK,
+    TwoShot,
+    parse_recipe,
+)
 from thinwire.aggregators import Aggregator
 from thinwire.errors import RecipeError
 from thinwire.recipes import recipe_names
@@ -29,6 +42,18 @@ KNOWN: dict[str, Aggregator] = {
     "int4:block=128": both(BlockQuant(bits=4, block=128), EF),
     "int4:block=32": both(BlockQuant(bits=4, block=32), EF),
     "int4:stochastic": both(BlockQuant(bits=4, rounding="stochastic")),
+    "int7": both(BlockQuant(bits=7)),
+    "int6": both(BlockQuant(bits=6), EF),
+    "int5": both(BlockQuant(bits=5), EF),
+    "int3": both(BlockQuant(bits=3), EF),
+    "int2:stochastic": both(BlockQuant(bits=2, rounding="stochastic")),
+    "linear:5": both(LinearDithering(bits=5)),
+    "linear:7:l2": both(LinearDithering(bits=7, norm="l2")),
+    "linear:7:block=512": both(LinearDithering(bits=7, block=512)),
+    "natural:3": both(NaturalDithering(bits=3)),
+    "natural:8:l2:block=64": both(NaturalDithering(bits=8, norm="l2", block=64)),
+    "qsgd:4": both(LinearDithering(bits=4, norm="l2", block=512)),
+    "qsgd:2:block=128": both(LinearDithering(bits=2, norm="l2", block=128)),
     "onebit": both(OneBit(), EF),
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
@@ -51,6 +76,8 @@ def test_meaning_and_round_trip(text: str) -> None:
 
 def test_defaults_may_be_written_out() -> None:
     assert parse_recipe("int8:nearest:block=512") == parse_recipe("int8")
+    assert parse_recipe("linear:4:l2:block=512") == parse_recipe("qsgd:4")
+    assert parse_recipe("natural:3:max") == parse_recipe("natural:3")
     assert parse_recipe("onebit:l1") == parse_recipe("onebit")
     assert parse_recipe("topk:1e-2:fp16") == parse_recipe("topk:0.01")
 
@@ -80,6 +107,12 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("fp16:x", "no further argument", "'x'"),
         ("onebit:l2", "'l1' or 'rms'", "'l2'"),
         ("onebit:l1:x", "no further argument", "'x'"),
+        ("linear", "bits, as in 'linear:5'", ""),
+        ("linear:9", "bits from 2 to 8", "9"),
+        ("natural:x", "a number", "'x'"),
+        ("natural:3:l1", "'max', 'l2' or 'block=N'", "'l1'"),
+        ("qsgd:4:l2", "'block=N'", "'l2'"),
+        ("linear:4:l2:max", "each setting once", "'4:l2:max'"),
         ("topk", "a density, as in 'topk:0.01'", ""),
         ("topk:", "a number", "''"),
         ("topk:many", "a number", "'many'"),

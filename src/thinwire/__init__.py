@@ -10,6 +10,8 @@ from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compressor as Compressor
 from thinwire.compressors import Identity as Identity
+from thinwire.compressors import LinearDithering as LinearDithering
+from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import TopK as TopK
 from thinwire.errors import ThinwireError as ThinwireError

@@ -3,20 +3,33 @@
     recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
-    kind        = dense | fp16 | bf16 | int8 | int4 | onebit | topk | identity
+    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
+                | onebit | topk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
-from thinwire.compressors import BlockQuant, Cast, Compressor, Identity, OneBit, TopK, Unbiased, needs_feedback
+from thinwire.compressors import (
+    BlockQuant,
+    Cast,
+    Compressor,
+    Identity,
+    LinearDithering,
+    NaturalDithering,
+    OneBit,
+    TopK,
+    Unbiased,
+    needs_feedback,
+)
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.spec import BlockSpec
@@ -37,6 +50,25 @@ def _block_quant(bits: int, arguments: Sequence[str]) -> BlockQuant:
     if len(set(settings)) < len(settings):
         raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
     return quant
+
+
+def _dither(
+    kind: type[LinearDithering] | type[NaturalDithering], defaults: dict[str, Any], arguments: Sequence[str]
+) -> Compressor:
+    if not arguments:
+        raise RecipeError("expected bits, as in 'linear:5'")
+    settings: dict[str, Any] = {"bits": _number(int, arguments[0])}
+    for argument in arguments[1:]:
+        name, value = "norm", argument
+        if argument.startswith("block="):
+            name, value = "block", _number(int, argument.removeprefix("block="))
+        elif argument not in ("max", "l2") or "norm" in defaults:
+            choices = "'block=N'" if "norm" in defaults else "'max', 'l2' or 'block=N'"
+            raise RecipeError(f"expected {choices}, got {argument!r}")
+        if name in settings:
+            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
+        settings[name] = value
+    return kind(**{**defaults, **settings})
 
 
 def _identity(arguments: Sequence[str]) -> Identity:
@@ -68,8 +100,10 @@ def _top_k(arguments: Sequence[str]) -> TopK:
 _KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
     "fp16": lambda arguments: _cast(torch.float16, arguments),
     "bf16": lambda arguments: _cast(torch.bfloat16, arguments),
-    "int8": lambda arguments: _block_quant(8, arguments),
-    "int4": lambda arguments: _block_quant(4, arguments),
+    **{f"int{bits}": functools.partial(_block_quant, bits) for bits in range(8, 1, -1)},
+    "linear": functools.partial(_dither, LinearDithering, {}),
+    "natural": functools.partial(_dither, NaturalDithering, {}),
+    "qsgd": functools.partial(_dither, LinearDithering, {"norm": "l2", "block": 512}),
     "onebit": _one_bit,
     "topk": _top_k,
     "identity": _identity,

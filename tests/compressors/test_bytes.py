@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import BlockQuant, BlockSpec, Cast, Identity, OneBit, TopK
+from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, TopK
 from thinwire.errors import WireError
 from thinwire.random import Key, uniform
 
@@ -185,6 +185,16 @@ def test_int4_nibbles_are_planar_within_each_block() -> None:
     assert torch.equal(quant.decode(quant.encode(x), BlockSpec(shape=(37,))), x)
 
 
+def test_narrow_codes_are_planar_by_limbs() -> None:
+    """Five values of 3 bits: two bits of each in two bytes, four to a byte, then one bit of each in one byte."""
+    codes = [3, -3, 1, 0, -2]
+    x = torch.tensor(codes, dtype=torch.float32)
+    twos = [code & 3 for code in codes] + [0, 0, 0]
+    ones = sum((code & 7) >> 2 << place for place, code in enumerate(codes))
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4 | twos[6] << 6, twos[1] | twos[3] << 2 | twos[5] << 4, ones]
+    assert raw(BlockQuant(bits=3).encode(x)) == floats(1.0) + bytes(packed) + b"\0"
+
+
 def test_block_quant_rounds_to_nearest_even() -> None:
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5])
     decoded = BlockQuant().decode(BlockQuant().encode(x), BlockSpec(shape=(8,)))
@@ -199,7 +209,7 @@ def test_stochastic_rounding_is_floor_of_value_plus_uniform() -> None:
     assert not torch.equal(expected, x.round())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
 @pytest.mark.parametrize("peak", [0.1, 1.0, 3.0, 1e-38, 1e-44, 3e38, torch.finfo(torch.float32).max])
 def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
     quant = BlockQuant(bits=bits)  # type: ignore[arg-type]
@@ -207,6 +217,47 @@ def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
     decoded = quant.decode(quant.encode(x), BlockSpec(shape=(3,)))
     assert decoded.isfinite().all()
     torch.testing.assert_close(decoded, x, rtol=2.0**-22, atol=2.0**-149 * quant.levels)
+
+
+# --- dithering ------------------------------------------------------------------------------------------------------
+
+
+def test_linear_dithering_sends_one_scale_and_steps_of_it() -> None:
+    x = torch.tensor([6.0, -4.0, 0.0, 2.0, -6.0])  # on levels: nothing is left to chance
+    twos, ones = [3, 2, 0, 1, 1], 0b10010  # 3, -2, 0, 1 and -3 in two's complement of 3 bits
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4, twos[1] | twos[3] << 2, ones]
+    assert raw(LinearDithering(bits=3).encode(x, Key(1))) == floats(2.0) + bytes(packed) + b"\0"
+    # The L2 norm of (3, 4) is 5; with 127 levels 5/127 is a step.
+    l2 = LinearDithering(bits=8, norm="l2")
+    x, key = torch.tensor([3.0, -4.0]), Key(5)
+    codes = torch.floor(x / (torch.tensor(5.0) / 127) + uniform(key, 2)).to(torch.int8).tolist()
+    assert raw(l2.encode(x, key)) == raw(torch.tensor([5.0]) / 127) + struct.pack("<2b", *codes) + b"\0\0"
+
+
+def test_natural_dithering_sends_exponents_below_the_scale() -> None:
+    x = torch.tensor([8.0, -4.0, 2.0, -0.0, -8.0])  # the levels of 3 bits: 8, 4, 2 and 0
+    codes = [3, 2 | 4, 1, 0, 3 | 4]
+    twos, ones = [code & 3 for code in codes], 0b10010
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4, twos[1] | twos[3] << 2, ones]
+    assert raw(NaturalDithering(bits=3).encode(x, Key(1))) == floats(8.0) + bytes(packed) + b"\0"
+    eight = NaturalDithering(bits=8)
+    assert raw(eight.encode(torch.tensor([1.0, -(2.0**-126)]), Key(1))) == floats(1.0) + bytes([127, 129]) + b"\0\0"
+
+
+def test_natural_dithering_rounds_up_with_the_probability_of_the_fraction() -> None:
+    key, n = Key(77, step=5, stream=2, offset=300), 4096
+    x = torch.full((n,), 1.25)
+    x[0] = 2.0
+    decoded = NaturalDithering(bits=4).decode(NaturalDithering(bits=4).encode(x, key), BlockSpec(shape=(n,)))
+    up = uniform(key, n) + 0.25 >= 1  # 1.25 lies a quarter of the way from 1 to 2
+    assert torch.equal(decoded[1:], torch.where(up, 2.0, 1.0)[1:])
+
+
+def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
+    top = torch.finfo(torch.float32).max
+    for kind in (LinearDithering(bits=8, norm="l2"), NaturalDithering(bits=8, norm="l2")):
+        decoded = kind.decode(kind.encode(torch.full((64,), top), Key(1)), BlockSpec(shape=(64,)))
+        torch.testing.assert_close(decoded, torch.full((64,), top), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +268,11 @@ def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
         (BlockQuant(bits=8), 65536, 128 * 4 + 65536),
         (BlockQuant(bits=4), 65536, 128 * 4 + 32768),
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
+        (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
+        (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),
+        (LinearDithering(bits=5), 65536, 4 + 5 * 8192),
+        (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
+        (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),

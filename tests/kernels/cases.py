@@ -26,7 +26,11 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     decode_settings: dict[str, Any] = field(default_factory=dict)
     num_kept: Callable[[int], int] | None = None
-    max_n: int = 65536  # the reference packs nibbles block by block, which is slow for small blocks
+    on_cuda: bool = True  # has Triton kernels
+
+    @property
+    def stochastic(self) -> bool:
+        return bool(self.settings.get("stochastic")) or self.name == "dither"
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
@@ -45,19 +49,36 @@ def _cast(dtype: torch.dtype) -> Kind:
     return Kind(f"cast-{dtype}".replace("torch.", ""), "cast", lambda n: n * dtype.itemsize, settings, settings)
 
 
+def codes_nbytes(n: int, bits: int, block: int) -> int:
+    """Return the bytes of codes packed by blocks, in limbs of 8, 4, 2 and 1 bits."""
+
+    def packed(m: int) -> int:
+        return sum(-(-m * width // 8) for width in (8, 4, 2, 1) if bits & width)
+
+    return n // block * packed(block) + packed(n % block)
+
+
 def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
     """Return the kind for any block size."""
 
     def nbytes(n: int) -> int:
-        codes = n if bits == 8 else n // block * -(-block // 2) + -(-(n % block) // 2)
-        return 4 * -(-n // block) + codes
+        return 4 * -(-n // block) + codes_nbytes(n, bits, block)
 
     decode_settings = {"bits": bits, "block": block}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
-    max_n = 65536 if bits == 8 or block > 100 else 600
-    return Kind(
-        label, "block_quant", nbytes, {**decode_settings, "stochastic": stochastic}, decode_settings, max_n=max_n
-    )
+    settings = {**decode_settings, "stochastic": stochastic}
+    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
+
+
+def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition."""
+
+    def nbytes(n: int) -> int:
+        return 4 * -(-n // (block or max(n, 1))) + codes_nbytes(n, bits, block or max(n, 1))
+
+    label = f"{'natural' if natural else 'linear'}{bits}-{block or 'partition'}-{'l2' if l2 else 'max'}"
+    settings = {"bits": bits, "block": block, "natural": natural}
+    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
 
 
 def _top_k(dtype: torch.dtype, label: str, num_kept: Callable[[int], int]) -> Kind:
@@ -73,6 +94,17 @@ KINDS = [
         for bits in (8, 4)
         for block in (1, 33, 512, 2000)
         for stochastic in (False, True)
+    ),
+    *(
+        block_quant(bits, block, stochastic)
+        for bits in (2, 3, 5, 6, 7)
+        for block, stochastic in ((33, False), (512, True))
+    ),
+    *(
+        dither(bits, block, natural, l2)
+        for bits, block in ((2, 33), (3, 0), (5, 512), (7, 0), (8, 2000))
+        for natural in (False, True)
+        for l2 in (False, True)
     ),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})

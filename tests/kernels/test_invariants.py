@@ -24,7 +24,7 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 def test_the_residual_is_what_was_not_sent(kernels: ModuleType, kind: Kind) -> None:
     for n in LENGTHS:
-        if n <= min(kind.max_n, 4096):
+        if n <= 4096:
             x, residual = torch.randn(n), torch.randn(n)
             q = x + residual * 0.5
             encoded = round_trip(kernels, kind, x, residual, scale=0.5)
@@ -48,11 +48,11 @@ def test_padding_is_zero(kernels: ModuleType, kind: Kind) -> None:
         assert not encoded.out[kind.nbytes(n) :].any()
 
 
-@pytest.mark.parametrize("bits_per_code", [4, 8])
+@pytest.mark.parametrize("bits_per_code", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("values", ["normal", "heavy_tailed", "denormal", "huge", "largest", "mixed_scale"])
 def test_block_quant_is_within_half_a_step_or_one(kernels: ModuleType, bits_per_code: int, values: str) -> None:
     for kind in KINDS:
-        if kind.settings.get("bits") == bits_per_code and kind.settings["block"] == 512:
+        if kind.name == "block_quant" and kind.settings["bits"] == bits_per_code and kind.settings["block"] == 512:
             x = VALUES[values](1500)
             encoded = round_trip(kernels, kind, x, None)
             scale = encoded.out[:12].view(torch.float32).repeat_interleave(512)[:1500].double()

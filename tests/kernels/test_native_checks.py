@@ -59,10 +59,14 @@ def test_stochastic_needs_a_key(native: ModuleType) -> None:
 
 def test_settings_out_of_range(native: ModuleType) -> None:
     x, out = torch.randn(8), torch.zeros(100, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="expected 4 or 8 bits"):
-        native.encode_block_quant([EncodeJob(x, out)], bits=5, block=512, stochastic=False)
+    with pytest.raises(ValueError, match="expected 2 to 8 bits"):
+        native.encode_block_quant([EncodeJob(x, out)], bits=9, block=512, stochastic=False)
     with pytest.raises(ValueError, match="block of at least 1"):
         native.decode_block_quant([DecodeJob(out, x)], bits=8, block=0)
+    with pytest.raises(ValueError, match="dithering: expected 2 to 8 bits"):
+        native.encode_dither([EncodeJob(x, out, key=KEY)], bits=1, block=0, natural=False, l2=False)
+    with pytest.raises(ValueError, match="block of at least 0"):
+        native.decode_dither([DecodeJob(out, x)], bits=8, block=-1, natural=True)
     with pytest.raises(ValueError, match="dtype: expected one of"):
         native.encode_cast([EncodeJob(x, out)], dtype=torch.float64)
     with pytest.raises(ValueError, match="dtype: expected one of"):

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 from types import ModuleType
 
+import cases
 import numpy as np
 import pytest
 import torch
-from cases import KEY, KINDS, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, misaligned, round_trip
+from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, misaligned, round_trip
 
 from thinwire.errors import WireError
 from thinwire.kernels import reference
@@ -19,6 +20,7 @@ from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.random import Key
 from thinwire.wire import align
 
+KINDS = [kind for kind in cases.KINDS if kind.on_cuda]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter is slow.
@@ -26,7 +28,7 @@ LONGEST = 2100 if INTERPRETED else 65536
 NON_FINITE = (float("inf"), float("nan"), float("-inf"))[: 2 if INTERPRETED else 3]
 FEW = {"33-nearest", "512-stochastic", "l1", "rms", "float32-half", "float16-percent"}
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label.partition("-")[2] in FEW]
-STOCHASTIC = [kind for kind in KINDS if kind.settings.get("stochastic")]
+STOCHASTIC = [kind for kind in KINDS if kind.stochastic]
 
 pytestmark = pytest.mark.triton_interpreter if INTERPRETED else pytest.mark.gpu
 if not INTERPRETED and not torch.cuda.is_available():
@@ -48,7 +50,7 @@ def both(kernels: ModuleType, kind: Kind, x: torch.Tensor, residual: torch.Tenso
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 def test_every_length(kernels: ModuleType, kind: Kind) -> None:
     for i, n in enumerate(LENGTHS):
-        if n <= min(kind.max_n, LONGEST):
+        if n <= LONGEST:
             both(kernels, kind, torch.randn(n), torch.randn(n) * 0.1, scale=(1.0, 0.5, 3.0)[i % 3])
             if i % 3 == 0 or not INTERPRETED:
                 both(kernels, kind, torch.randn(n), None)
@@ -57,7 +59,7 @@ def test_every_length(kernels: ModuleType, kind: Kind) -> None:
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
 def test_every_class_of_values(kernels: ModuleType, kind: Kind, values: str) -> None:
-    n = min(kind.max_n, 1500)
+    n = 1500
     if not INTERPRETED:
         both(kernels, kind, VALUES[values](n), None)
     both(kernels, kind, VALUES[values](n), VALUES[values](n), scale=0.5)
@@ -184,7 +186,7 @@ def test_every_code_decodes(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 def test_many_jobs_in_one_call(kernels: ModuleType, kind: Kind) -> None:
     """Of unequal lengths, with and without a residual, replaced and accumulated, and one that is not finite."""
-    lengths = [min(kind.max_n, n) for n in (5000, 1, 0, 700, 3000, 129, 2048)]
+    lengths = [5000, 1, 0, 700, 3000, 129, 2048]
     results: list[list[torch.Tensor]] = []
     xs, residuals = [torch.randn(n) for n in lengths], [torch.randn(n) for n in lengths]
     xs[3][5:6] = float("nan")

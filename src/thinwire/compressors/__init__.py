@@ -9,5 +9,7 @@ from thinwire.compressors.contract import Contractive as Contractive
 from thinwire.compressors.contract import NoContract as NoContract
 from thinwire.compressors.contract import Unbiased as Unbiased
 from thinwire.compressors.contract import needs_feedback as needs_feedback
+from thinwire.compressors.dither import LinearDithering as LinearDithering
+from thinwire.compressors.dither import NaturalDithering as NaturalDithering
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK

@@ -1,4 +1,4 @@
-"""Block quantisation: one scale for every few hundred values, then 8 or 4 bits a value."""
+"""Block quantisation: one scale for every few hundred values, then 2 to 8 bits a value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import torch
 
 from thinwire import kernels
 from thinwire.compressors.base import Compressor
-from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
+from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased, dither_omega
 from thinwire.errors import RecipeError
 from thinwire.kernels import DecodeJob, EncodeJob
+from thinwire.kernels.codes import blocks_nbytes
 from thinwire.spec import BlockSpec
 from thinwire.wire import Layout
 
@@ -23,15 +24,16 @@ class BlockQuant(Compressor):
 
         s = max_i |x_i| / L,   c_i = round(x_i / s) in [-L, L],   C(x)_i = c_i s.
 
-    `nearest` rounds to nearest even: Contractive with delta = 1 / (1 + (B - 1) / (4 L^2)), 0.992 for 8 bits and 0.277
-    for 4 bits at B = 512 (the maximum is sent exactly, and no value errs by more than itself or s/2). `stochastic`
-    rounds up with the probability of the fraction: Unbiased with omega = B / (4 L^2).
+    `nearest` rounds to nearest even: Contractive with delta = 1 / (1 + (B - 1) / (4 L^2)), 0.992 for 8 bits, 0.277 for
+    4 and 0.008 for 2 at B = 512 (the maximum is sent exactly, and no value errs by more than itself or s/2).
+    `stochastic` rounds up with the probability of the fraction: Unbiased with
+    omega = (sqrt(1 + (B - 1) / L^2) - 1) / 2, 0.008 for 8 bits, 1.2 for 4 and 11 for 2.
 
-    Wire: ceil(n/B) float32 scales, then n int8 codes or, per block, ceil(m/2) bytes of two nibbles (byte j holds code
-    j in its low half and code j + ceil(m/2) in its high half). 8.06 or 4.06 bits a value at B = 512.
+    Wire: ceil(n/B) float32 scales, then the codes in two's complement, packed per block in limbs of 8, 4, 2 and 1 bits
+    (at 4 bits byte j holds code j in its low half and code j + ceil(m/2) in its high half). `bits` + 32/B bits a value.
 
     Args:
-        bits: 8 or 4.
+        bits: 2 to 8.
         block: values that share a scale, 32 to 65,536, even; smaller is more accurate and costs 32/block bits a value.
         rounding: "nearest" or "stochastic".
 
@@ -49,13 +51,13 @@ class BlockQuant(Compressor):
         Hadamard rotation; a scale whose L s would fall below the maximum by rounding is moved up one ulp.
     """
 
-    bits: Literal[8, 4] = 8
+    bits: Literal[2, 3, 4, 5, 6, 7, 8] = 8
     block: int = 512
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise RecipeError(f"BlockQuant: expected bits 8 or 4, got {self.bits}")
+        if self.bits not in range(2, 9):
+            raise RecipeError(f"BlockQuant: expected bits from 2 to 8, got {self.bits}")
         if not 32 <= self.block <= 65536 or self.block % 2:
             raise RecipeError(f"BlockQuant: expected an even block from 32 to 65536, got {self.block}")
         if self.rounding not in ("nearest", "stochastic"):
@@ -73,23 +75,21 @@ class BlockQuant(Compressor):
 
     def layout(self, spec: BlockSpec) -> Layout:
         """Scales, then codes."""
-        full, rest = divmod(spec.numel, self.block)
-        if self.bits == 8:
-            codes = (torch.int8, (spec.numel,))
-        else:
-            codes = (torch.uint8, (full * (self.block // 2) + (rest + 1) // 2,))
-        return Layout.of(scales=(torch.float32, (full + (rest > 0),)), codes=codes)
+        num_blocks = -(-spec.numel // self.block)
+        dtype = torch.int8 if self.bits == 8 else torch.uint8
+        nbytes = blocks_nbytes(spec.numel, self.bits, self.block)
+        return Layout.of(scales=(torch.float32, (num_blocks,)), codes=(dtype, (nbytes,)))
 
     def contract(self, spec: BlockSpec) -> Contract:
         """See the class."""
         # Not below 2: a value alone still errs by its scale's rounding, and delta = 1 would mean exact.
-        b, four_l2 = min(self.block, max(spec.numel, 2)), 4 * self.levels**2
+        b = min(self.block, max(spec.numel, 2))
         if self.stochastic:
-            return Unbiased(b / four_l2)
-        return Contractive(1 / (1 + (b - 1) / four_l2), smallest=SMALLEST_NORMAL)
+            return Unbiased(dither_omega(b, 1 / self.levels, "max"))
+        return Contractive(1 / (1 + (b - 1) / (4 * self.levels**2)), smallest=SMALLEST_NORMAL)
 
     def recipe(self) -> str:
-        """`int8` or `int4`, with what differs from the defaults."""
+        """`int8`, `int4`, ..., with what differs from the defaults."""
         extras = [f"block={self.block}"] if self.block != 512 else []
         extras += ["stochastic"] if self.stochastic else []
         return ":".join([f"int{self.bits}", *extras])

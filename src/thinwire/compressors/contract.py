@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 SMALLEST_NORMAL = 2.0**-126  # below it float32 has too few bits for a scale to be accurate
 
@@ -31,6 +32,27 @@ class NoContract:
     """No bound that holds for every x; `why` says where it fails."""
 
     why: str
+
+
+def dither_omega(numel: int, smallest_level: float, norm: Literal["max", "l2"], *, base: float = 0.0) -> float:
+    r"""Return the least omega that holds for every block of d values that share the scale ||x||_max or ||x||_2.
+
+    With t = `smallest_level` (relative to the scale; 0 is a level too) a value below t has variance |x| (t - |x|), and
+    one above it no more than `base` x^2. The worst block has its peak and d - 1 equal values below t (max), or d equal
+    values (l2). Then, with a = sqrt(d) t:
+
+        max: omega = max(base, (sqrt(1 + (d - 1) t^2) - 1) / 2),
+        l2:  omega = v + a^2 / (4 (1 + v))  with  v = max(base, a / 2 - 1).
+
+    Linear dithering has base = 0 (steps above the first have no more variance than it has), natural dithering 1/8,
+    which its blocks only come near to.
+    """
+    d = max(numel, 2)  # a value alone still errs by its scale's rounding
+    if norm == "max":
+        return max(base, (math.sqrt(1 + (d - 1) * smallest_level**2) - 1) / 2)
+    a = math.sqrt(d) * smallest_level
+    v = max(base, a / 2 - 1)
+    return v + a**2 / (4 * (1 + v))
 
 
 Contract = Unbiased | Contractive | NoContract

@@ -12,18 +12,16 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.native_dither import decode_dither as decode_dither
+from thinwire.kernels.native_dither import encode_dither as encode_dither
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
-
-def _flags(finite: bytes) -> list[bool]:
-    return [flag != 0 for flag in finite]
 
 
 def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     """Return, per tensor, whether every value is finite."""
     packing.check_threads(threads)
-    return _flags(_native.all_finite(packing.pack_finite(tensors), threads))
+    return packing.flags(_native.all_finite(packing.pack_finite(tensors), threads))
 
 
 # --- casts ----------------------------------------------------------------------------------------------------------
@@ -34,7 +32,7 @@ def encode_cast(jobs: Sequence[EncodeJob], *, dtype: torch.dtype, threads: int =
     packing.check_threads(threads)
     packing.check_dtype(dtype, *_NUMBERS)
     packed = packing.pack_encode(jobs, packing.cast_nbytes(dtype))
-    return _flags(_native.encode_cast(packed, _NUMBERS[dtype], threads))
+    return packing.flags(_native.encode_cast(packed, _NUMBERS[dtype], threads))
 
 
 def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int = 1) -> None:
@@ -50,13 +48,13 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
 def encode_block_quant(
     jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
 ) -> list[bool]:
-    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
+    """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
     packing.check_block_quant(bits, block)
     if stochastic:
         packing.check_keys(jobs)
     packed = packing.pack_encode(jobs, packing.block_quant_nbytes(bits, block))
-    return _flags(_native.encode_block_quant(packed, bits, block, stochastic, threads))
+    return packing.flags(_native.encode_block_quant(packed, bits, block, stochastic, threads))
 
 
 def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
@@ -73,7 +71,7 @@ def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, thre
 def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) -> list[bool]:
     """Write the scale, then ceil(n/8) bytes of signs, least bit first."""
     packing.check_threads(threads)
-    return _flags(_native.encode_one_bit(packing.pack_encode(jobs, packing.one_bit_nbytes), rms, threads))
+    return packing.flags(_native.encode_one_bit(packing.pack_encode(jobs, packing.one_bit_nbytes), rms, threads))
 
 
 def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
@@ -90,7 +88,7 @@ def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dt
     packing.check_threads(threads)
     packing.check_top_k(dtype, jobs, k, encode=True)
     packed = packing.pack_encode(jobs, packing.top_k_nbytes(dtype), k)
-    return _flags(_native.encode_top_k(packed, _NUMBERS[dtype], threads))
+    return packing.flags(_native.encode_top_k(packed, _NUMBERS[dtype], threads))
 
 
 def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> None:

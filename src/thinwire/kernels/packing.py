@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
+from thinwire.kernels.codes import blocks_nbytes
 from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 
 ENCODE_JOB = struct.Struct("<7Q2IfI")
@@ -56,6 +57,11 @@ def _check(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device |
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
 
 
+def flags(finite: bytes) -> list[bool]:
+    """Return what an encoder says of each job: whether all was finite."""
+    return [flag != 0 for flag in finite]
+
+
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -73,8 +79,14 @@ def check_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> None:
 
 def check_block_quant(bits: int, block: int) -> None:
     """Raise unless there is such a quantisation."""
-    if bits not in (4, 8) or block < 1:
-        raise ValueError(f"block quantisation: expected 4 or 8 bits and a block of at least 1, got {bits} and {block}")
+    if not 2 <= bits <= 8 or block < 1:
+        raise ValueError(f"block quantisation: expected 2 to 8 bits and a block of at least 1, got {bits} and {block}")
+
+
+def check_dither(bits: int, block: int) -> None:
+    """Raise unless there is such a dithering."""
+    if not 2 <= bits <= 8 or block < 0:
+        raise ValueError(f"dithering: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
 
 
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
@@ -113,12 +125,13 @@ def cast_nbytes(dtype: torch.dtype) -> PayloadNbytes:
 @functools.cache
 def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_block_quant`."""
+    return lambda n, _: 4 * -(-n // block) + blocks_nbytes(n, bits, block)
 
-    def nbytes(n: int, _: int) -> int:
-        scales = 4 * -(-n // block)
-        return scales + (n if bits == 8 else n // block * -(-block // 2) + -(-(n % block) // 2))
 
-    return nbytes
+@functools.cache
+def dither_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_dither`."""
+    return lambda n, _: 4 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

@@ -14,55 +14,17 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
+from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_dither import decode_dither as decode_dither
+from thinwire.kernels.reference_dither import encode_dither as encode_dither
+from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
 from thinwire.random import uniform
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
-TREE_CHUNK = 1024
-
-
-def tree_sum(x: Tensor) -> Tensor:
-    """Sum a 1-D float64 tensor in the tree that every backend shares.
-
-    Each chunk of 1024 elements (the last one zero-padded) is summed by halving: element i gains element i + 512, then
-    i + 256, and so on down to i + 1. The chunks' sums are summed the same way until one is left.
-    """
-    while True:
-        num_chunks = max(1, -(-x.numel() // TREE_CHUNK))
-        padded = x.new_zeros(num_chunks * TREE_CHUNK)
-        padded[: x.numel()] = x
-        chunks = padded.view(num_chunks, TREE_CHUNK)
-        while chunks.shape[1] > 1:
-            half = chunks.shape[1] // 2
-            chunks = chunks[:, :half] + chunks[:, half:]
-        x = chunks[:, 0]
-        if num_chunks == 1:
-            return x[0]
 
 
 def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     """Return, per tensor, whether every value is finite."""
     return [bool(torch.isfinite(x).all()) for x in tensors]
-
-
-def _with_residual(job: EncodeJob) -> Tensor:
-    if job.residual is None:
-        return job.x
-    scaled = job.residual * job.residual_scale  # its own rounding: torch may fuse `add(alpha=)`
-    return job.x + scaled
-
-
-def _finish(job: EncodeJob, q: Tensor, decoded: Tensor) -> bool:
-    if job.residual is not None:
-        torch.sub(q, decoded, out=job.residual)
-    return bool(torch.isfinite(q).all() and torch.isfinite(decoded).all())
-
-
-def _deliver(job: DecodeJob, decoded: Tensor) -> None:
-    if job.alpha is None:
-        job.out.copy_(decoded)
-    else:
-        job.out.add_(decoded * job.alpha)
 
 
 # --- casts: the values themselves, float32, float16 or bfloat16 -----------------------------------------------------
@@ -72,11 +34,11 @@ def encode_cast(jobs: Sequence[EncodeJob], *, dtype: torch.dtype, threads: int =
     """Write n values of `dtype`, rounded to nearest even."""
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         values = q.to(dtype)
         job.out[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
         job.out[values.numel() * dtype.itemsize :].zero_()
-        finite.append(_finish(job, q, values.to(torch.float32)))
+        finite.append(finish(job, q, values.to(torch.float32)))
     return finite
 
 
@@ -84,52 +46,20 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
     """Read n values of `dtype`."""
     for job in jobs:
         values = job.data[: job.out.numel() * dtype.itemsize].view(dtype)
-        _deliver(job, values.to(torch.float32))
+        deliver(job, values.to(torch.float32))
 
 
-# --- block quantisation: one float32 scale a block, then 8- or 4-bit codes ------------------------------------------
-
-
-def max_scale(levels: int) -> float:
-    """Return the largest float32 s with `levels * s` still finite."""
-    s = torch.tensor(FLOAT32_MAX, dtype=torch.float32) / levels
-    while torch.isinf(s * levels):
-        s = torch.nextafter(s, torch.zeros_like(s))
-    return float(s)
+# --- block quantisation: one float32 scale a block, then codes of 2 to 8 bits ---------------------------------------
 
 
 def _num_blocks(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def _pack_nibbles(codes: Tensor, block: int) -> Tensor:
-    """Planar within each block of m codes: byte j = code[j] | code[j + ceil(m/2)] << 4, two's complement nibbles."""
-    packed: list[Tensor] = []
-    for piece in codes.split(block):
-        half = -(-piece.numel() // 2)
-        low, high = piece[:half].to(torch.int16), piece.new_zeros(half).to(torch.int16)
-        high[: piece.numel() - half] = piece[half:].to(torch.int16)
-        packed.append(((low & 15) | ((high & 15) << 4)).to(torch.uint8))
-    return torch.cat(packed) if packed else codes.new_zeros(0, dtype=torch.uint8)
-
-
-def _unpack_nibbles(packed: Tensor, numel: int, block: int) -> Tensor:
-    codes: list[Tensor] = []
-    place = 0
-    for start in range(0, numel, block):
-        m = min(block, numel - start)
-        half = -(-m // 2)  # an odd block takes half a byte more than it fills
-        piece = packed[place : place + half].to(torch.int16)
-        place += half
-        both = torch.cat([piece & 15, piece >> 4])[:m]
-        codes.append(((both ^ 8) - 8).to(torch.int8))
-    return torch.cat(codes) if codes else packed.new_zeros(0, dtype=torch.int8)
-
-
 def encode_block_quant(
     jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
 ) -> list[bool]:
-    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits).
+    """Write ceil(n/block) float32 scales, then the codes, two's complement, packed block by block as codes.py says.
 
     Per block, L = 2**(bits-1) - 1 and s = max|q| / L, moved up one ulp where L * s < max|q| and down to `max_scale(L)`
     where L * s would overflow. Codes are q/s rounded to nearest even, or floor(q/s + u), clamped to [-L, L]. A block
@@ -138,32 +68,24 @@ def encode_block_quant(
     levels = 2 ** (bits - 1) - 1
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         n, num_blocks = q.numel(), _num_blocks(q.numel(), block)
-        padded = q.new_zeros(num_blocks * block)
-        padded[:n] = q
-        blocks = padded.view(num_blocks, block)
-        peak = blocks.abs().amax(dim=1, keepdim=True) if num_blocks else blocks.new_zeros(0, 1)
-        scale = peak / levels
-        scale = torch.where(scale * levels < peak, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
-        scale = scale.clamp(max=max_scale(levels))
+        blocks = in_blocks(q, block)
+        scale = scale_of(blocks.abs().amax(dim=1, keepdim=True), levels)
         y = torch.where(scale > 0, blocks / scale, torch.zeros_like(blocks))
         if stochastic:
             assert job.key is not None, "stochastic rounding needs a key"
-            u = padded.new_zeros(padded.numel())
-            u[:n] = uniform(job.key, n, q.device)
-            y = torch.floor(y + u.view_as(y))
+            y = torch.floor(y + in_blocks(uniform(job.key, n, q.device), block))
         else:
             y = torch.round(y)
         codes = y.clamp(-levels, levels).nan_to_num(0.0).to(torch.int8)
         scale_nbytes = 4 * num_blocks
         job.out[:scale_nbytes].view(torch.float32).copy_(scale.view(-1))
-        flat = codes.view(-1)[:n]
-        payload = flat.view(torch.uint8) if bits == 8 else _pack_nibbles(flat, block)
+        payload = pack(codes.view(-1)[:n].view(torch.uint8), bits, block)
         job.out[scale_nbytes : scale_nbytes + payload.numel()] = payload
         job.out[scale_nbytes + payload.numel() :].zero_()
         decoded = (codes.to(torch.float32) * scale).view(-1)[:n]
-        finite.append(_finish(job, q, decoded))
+        finite.append(finish(job, q, decoded))
     return finite
 
 
@@ -172,9 +94,10 @@ def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, thre
     for job in jobs:
         n, num_blocks = job.out.numel(), _num_blocks(job.out.numel(), block)
         scale = job.data[: 4 * num_blocks].view(torch.float32)
-        payload = job.data[4 * num_blocks :]
-        codes = payload[:n].view(torch.int8) if bits == 8 else _unpack_nibbles(payload, n, block)
-        _deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
+        codes = unpack(job.data[4 * num_blocks :], n, bits, block).to(torch.int16)
+        sign = 2 ** (bits - 1)
+        codes = (codes ^ sign) - sign
+        deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
 
 
 # --- one bit: one float32 scale, then sign bits ---------------------------------------------------------------------
@@ -187,7 +110,7 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
     """
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         n = q.numel()
         wide = q.to(torch.float64)
         total = tree_sum(wide * wide if rms else wide.abs())
@@ -201,7 +124,7 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
         job.out[:4].view(torch.float32).copy_(scale)
         job.out[4 : 4 + packed.numel()] = packed
         job.out[4 + packed.numel() :].zero_()
-        finite.append(_finish(job, q, torch.where(negative, -scale, scale)))
+        finite.append(finish(job, q, torch.where(negative, -scale, scale)))
     return finite
 
 
@@ -213,7 +136,7 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
         packed = job.data[4 : 4 + -(-n // 8)]
         shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
         negative = ((packed[:, None] >> shifts) & 1).view(-1)[:n].bool()
-        _deliver(job, torch.where(negative, -scale, scale))
+        deliver(job, torch.where(negative, -scale, scale))
 
 
 # --- top-k: 16-bit indices in ascending order, then their values ----------------------------------------------------
@@ -226,7 +149,7 @@ def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dt
     """
     finite: list[bool] = []
     for job, num_kept in zip(jobs, k, strict=True):
-        q = _with_residual(job)
+        q = with_residual(job)
         magnitude = q.view(torch.int32) & 0x7FFFFFFF  # orders as |q| does
         chosen = torch.sort(magnitude, descending=True, stable=True).indices[:num_kept].sort().values
         values = q[chosen].to(dtype)

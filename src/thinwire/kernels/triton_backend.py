@@ -4,6 +4,9 @@ All jobs of a call are one launch, or a few. Encoders and top-k's decoder wait f
 other decoders do not wait. `threads` is what the other backends take, and changes nothing here.
 """
 
+from typing import NoReturn
+
+from thinwire.errors import ThinwireError
 from thinwire.kernels.triton_block_quant import decode_block_quant as decode_block_quant
 from thinwire.kernels.triton_block_quant import encode_block_quant as encode_block_quant
 from thinwire.kernels.triton_cast import all_finite as all_finite
@@ -13,3 +16,10 @@ from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit
 from thinwire.kernels.triton_one_bit import encode_one_bit as encode_one_bit
 from thinwire.kernels.triton_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith(("encode_", "decode_")):
+        kind = name.split("_", 1)[1].replace("_", " ")
+        raise ThinwireError(f"{kind} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
+    raise AttributeError(name)

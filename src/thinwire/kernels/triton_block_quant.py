@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.reference import max_scale
+from thinwire.kernels.reference_steps import max_scale
 from thinwire.kernels.triton_elements import (
     INF_BITS,
     decode_row,
@@ -205,6 +206,12 @@ def _decode(
             deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
 
 
+def _check(bits: int, block: int) -> None:
+    packing.check_block_quant(bits, block)
+    if bits not in (4, 8):
+        raise ThinwireError(f"int{bits} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
+
+
 def _geometry(table: Table, bits: int, block: int, n_column: int, *address_columns: int) -> tuple[int, dict[str, int]]:
     """Return how many programs a job gets, and the constants that say what each does."""
     span = block if bits == 8 else -(-block // 2)
@@ -221,7 +228,7 @@ def encode_block_quant(
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    _check(bits, block)
     if stochastic:
         packing.check_keys(jobs)
     if not jobs:
@@ -241,7 +248,7 @@ def encode_block_quant(
 def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
     """Set value = code * scale of its block."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    _check(bits, block)
     if not jobs:
         return
     device = jobs[0].out.device
