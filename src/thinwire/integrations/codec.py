@@ -45,10 +45,10 @@ def _codec_once(
     aggregator.up.encode_jobs([EncodeJob(value, up, residual, 1.0, key)], [spec], threads=threads)
     if one_round or partition.owner == rank:
         for source in range(plan.world_size):
-            job = DecodeJob(up, mean, 1.0 if source else None)
+            job = DecodeJob(up, mean, 1.0 if source else None, key)
             aggregator.up.decode_jobs([job], [spec], threads=threads)
         if not one_round:
             aggregator.down.encode_jobs([EncodeJob(mean, down, residual, 1.0, key)], [spec], threads=threads)
     if not one_round:
-        aggregator.down.decode_jobs([DecodeJob(down, mean, None)], [spec], threads=threads)
+        aggregator.down.decode_jobs([DecodeJob(down, mean, None, key)], [spec], threads=threads)
     return time.perf_counter() - started

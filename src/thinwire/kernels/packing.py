@@ -19,6 +19,7 @@ from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, En
 ENCODE_JOB = struct.Struct("<7Q2IfI")
 DECODE_JOB = struct.Struct("<3Qf3I")
 FINITE_JOB = struct.Struct("<2Q")
+STREAM = struct.Struct("<2Q2I")
 
 # The same structs as arrays, for batches; named are the fields that change from step to step.
 _ENCODE_ROW = np.dtype(
@@ -202,7 +203,7 @@ def pack_decode(
         return jobs.packed.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
-    for (data, out, alpha), num_kept in pairs:
+    for (data, out, alpha, _), num_kept in pairs:
         n = out.numel()
         _check(data, torch.uint8, "data", device)
         _check(out, torch.float32, "out", device)
@@ -215,6 +216,16 @@ def pack_decode(
         packed.append(
             DECODE_JOB.pack(data.data_ptr(), out.data_ptr(), n, 0.0 if replace else alpha, not replace, num_kept, 0)
         )
+    return b"".join(packed)
+
+
+def pack_streams(jobs: Sequence[DecodeJob]) -> bytes:
+    """Pack the streams that decoders of kinds with a shared key draw from."""
+    keys = jobs.keys() if isinstance(jobs, DecodeBatch) else [job.key for job in jobs]
+    packed: list[bytes] = []
+    for key in keys:
+        assert key is not None, "decoding draws random numbers: it needs a key"
+        packed.append(STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32))
     return b"".join(packed)
 
 
