@@ -5,7 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire import BlockQuant, Cast, Dense, ErrorFeedback, Gather, Identity, OneBit, TopK, TwoShot, parse_recipe
+from thinwire import (
+    BlockQuant,
+    Cast,
+    Dense,
+    ErrorFeedback,
+    Gather,
+    Identity,
+    OneBit,
+    RandomK,
+    TopK,
+    TwoShot,
+    parse_recipe,
+)
 from thinwire.aggregators import Aggregator
 from thinwire.errors import RecipeError
 from thinwire.recipes import recipe_names
@@ -33,6 +45,14 @@ KNOWN: dict[str, Aggregator] = {
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
     "topk:0.001:fp32": both(TopK(density=0.001, value_dtype=torch.float32), EF),
+    "topk:0.01:bf16": both(TopK(density=0.01, value_dtype=torch.bfloat16), EF),
+    "topk:k=100:natural:chunked": both(TopK(k=100, value_dtype="natural", chunked=True), EF),
+    "topk:0.01:fp32:bisect": both(TopK(density=0.01, value_dtype=torch.float32, selection="bisect"), EF),
+    "topk:0.01:sampled": both(TopK(density=0.01, selection="sampled"), EF),
+    "randomk:0.01": both(RandomK(density=0.01), EF),
+    "randomk:0.1:block=64:fp32": both(RandomK(density=0.1, block=64, value_dtype=torch.float32), EF),
+    "randomk:0.1:rotating:bf16": both(RandomK(density=0.1, rotating=True, value_dtype=torch.bfloat16), EF),
+    "gather/randomk:0.1:scaled": Gather(up=RandomK(density=0.1, scaled=True)),
     "identity": both(Identity()),
     "fp16+bf16": TwoShot(up=Cast(dtype=torch.float16), down=Cast(dtype=torch.bfloat16)),
     "topk:0.01+int8": TwoShot(up=TopK(density=0.01), down=BlockQuant(bits=8), feedback=EF),
@@ -86,8 +106,17 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("topk:0", r"density in \(0, 1\]", "0.0"),
         ("topk:2", r"density in \(0, 1\]", "2.0"),
         ("topk:nan", r"density in \(0, 1\]", "nan"),
-        ("topk:0.1:fp64", "'fp16' or 'fp32'", "'fp64'"),
-        ("topk:0.1:fp32:x:y", "no further argument", "'x:y'"),
+        ("topk:0.1:fp64", "'fp16', 'fp32'", "'fp64'"),
+        ("topk:0.1:fp32:x:y", "'fp16', 'fp32'", "'x'"),
+        ("topk:0.1:fp32:fp16", "each setting once", "'0.1:fp32:fp16'"),
+        ("topk:k=x", "a number", "'x'"),
+        ("topk:k=0", "k of at least 1", "0"),
+        ("topk:natural", "a density, as in 'topk:0.01'", ""),
+        ("randomk", "a density, as in 'randomk:0.01'", ""),
+        ("randomk:0.1:x", "'block=N', 'rotating'", "'x'"),
+        ("randomk:0.1:scaled:fp16", "float32 values", "float16"),
+        ("randomk:0.1:block=2:block=4", "each setting once", "'0.1:block=2:block=4'"),
+        ("randomk:0.1:scaled", "it in one hop", "randomk:0.1:scaled"),
         ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
         ("dense:fp16:x", "no further argument", "'x'"),
         ("tree/int8", "aggregator 'gather' or none", "'tree'"),

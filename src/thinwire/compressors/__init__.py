@@ -9,5 +9,6 @@ from thinwire.compressors.contract import Contractive as Contractive
 from thinwire.compressors.contract import NoContract as NoContract
 from thinwire.compressors.contract import Unbiased as Unbiased
 from thinwire.compressors.contract import needs_feedback as needs_feedback
+from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK

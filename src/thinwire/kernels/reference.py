@@ -1,4 +1,4 @@
-"""Every kernel in plain torch. This file is the specification: other backends give the same bytes.
+"""Every kernel in plain torch. This file and reference_*.py are the specification: other backends give the same bytes.
 
 Rules that make byte equality possible: sums for scales run in one fixed tree (`tree_sum`); a product and a sum are two
 roundings (no fused multiply-add); rounding is to nearest, ties to even; divisions are IEEE divisions, never products
@@ -13,8 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.errors import WireError
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_elements import deliver, finish, with_residual
+from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
+from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.reference_top_k import decode_top_k as decode_top_k
+from thinwire.kernels.reference_top_k import encode_top_k as encode_top_k
 from thinwire.random import uniform
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -45,26 +49,6 @@ def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     return [bool(torch.isfinite(x).all()) for x in tensors]
 
 
-def _with_residual(job: EncodeJob) -> Tensor:
-    if job.residual is None:
-        return job.x
-    scaled = job.residual * job.residual_scale  # its own rounding: torch may fuse `add(alpha=)`
-    return job.x + scaled
-
-
-def _finish(job: EncodeJob, q: Tensor, decoded: Tensor) -> bool:
-    if job.residual is not None:
-        torch.sub(q, decoded, out=job.residual)
-    return bool(torch.isfinite(q).all() and torch.isfinite(decoded).all())
-
-
-def _deliver(job: DecodeJob, decoded: Tensor) -> None:
-    if job.alpha is None:
-        job.out.copy_(decoded)
-    else:
-        job.out.add_(decoded * job.alpha)
-
-
 # --- casts: the values themselves, float32, float16 or bfloat16 -----------------------------------------------------
 
 
@@ -72,11 +56,11 @@ def encode_cast(jobs: Sequence[EncodeJob], *, dtype: torch.dtype, threads: int =
     """Write n values of `dtype`, rounded to nearest even."""
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         values = q.to(dtype)
         job.out[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
         job.out[values.numel() * dtype.itemsize :].zero_()
-        finite.append(_finish(job, q, values.to(torch.float32)))
+        finite.append(finish(job, q, values.to(torch.float32)))
     return finite
 
 
@@ -84,7 +68,7 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
     """Read n values of `dtype`."""
     for job in jobs:
         values = job.data[: job.out.numel() * dtype.itemsize].view(dtype)
-        _deliver(job, values.to(torch.float32))
+        deliver(job, values.to(torch.float32))
 
 
 # --- block quantisation: one float32 scale a block, then 8- or 4-bit codes ------------------------------------------
@@ -138,7 +122,7 @@ def encode_block_quant(
     levels = 2 ** (bits - 1) - 1
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         n, num_blocks = q.numel(), _num_blocks(q.numel(), block)
         padded = q.new_zeros(num_blocks * block)
         padded[:n] = q
@@ -163,7 +147,7 @@ def encode_block_quant(
         job.out[scale_nbytes : scale_nbytes + payload.numel()] = payload
         job.out[scale_nbytes + payload.numel() :].zero_()
         decoded = (codes.to(torch.float32) * scale).view(-1)[:n]
-        finite.append(_finish(job, q, decoded))
+        finite.append(finish(job, q, decoded))
     return finite
 
 
@@ -174,7 +158,7 @@ def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, thre
         scale = job.data[: 4 * num_blocks].view(torch.float32)
         payload = job.data[4 * num_blocks :]
         codes = payload[:n].view(torch.int8) if bits == 8 else _unpack_nibbles(payload, n, block)
-        _deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
+        deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
 
 
 # --- one bit: one float32 scale, then sign bits ---------------------------------------------------------------------
@@ -187,7 +171,7 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
     """
     finite: list[bool] = []
     for job in jobs:
-        q = _with_residual(job)
+        q = with_residual(job)
         n = q.numel()
         wide = q.to(torch.float64)
         total = tree_sum(wide * wide if rms else wide.abs())
@@ -201,7 +185,7 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
         job.out[:4].view(torch.float32).copy_(scale)
         job.out[4 : 4 + packed.numel()] = packed
         job.out[4 + packed.numel() :].zero_()
-        finite.append(_finish(job, q, torch.where(negative, -scale, scale)))
+        finite.append(finish(job, q, torch.where(negative, -scale, scale)))
     return finite
 
 
@@ -213,47 +197,4 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
         packed = job.data[4 : 4 + -(-n // 8)]
         shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
         negative = ((packed[:, None] >> shifts) & 1).view(-1)[:n].bool()
-        _deliver(job, torch.where(negative, -scale, scale))
-
-
-# --- top-k: 16-bit indices in ascending order, then their values ----------------------------------------------------
-
-
-def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
-    """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index.
-
-    `dtype` is float32 or float16; k[j] belongs to jobs[j].
-    """
-    finite: list[bool] = []
-    for job, num_kept in zip(jobs, k, strict=True):
-        q = _with_residual(job)
-        magnitude = q.view(torch.int32) & 0x7FFFFFFF  # orders as |q| does
-        chosen = torch.sort(magnitude, descending=True, stable=True).indices[:num_kept].sort().values
-        values = q[chosen].to(dtype)
-        value_nbytes = num_kept * dtype.itemsize
-        job.out[:value_nbytes].view(dtype).copy_(values)
-        job.out[value_nbytes : value_nbytes + 2 * num_kept].view(torch.int16).copy_(chosen.to(torch.int16))
-        job.out[value_nbytes + 2 * num_kept :].zero_()
-        sent = values.to(torch.float32)
-        if job.residual is not None:
-            job.residual.copy_(q)
-            job.residual[chosen] = q[chosen] - sent
-        finite.append(bool(torch.isfinite(q).all() and torch.isfinite(sent).all()))
-    return finite
-
-
-def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> None:
-    """Scatter the values; every other element is zero. Raises `WireError` on an index out of range or out of order."""
-    for job, num_kept in zip(jobs, k, strict=True):
-        value_nbytes = num_kept * dtype.itemsize
-        values = job.data[:value_nbytes].view(dtype).to(torch.float32)
-        indices = job.data[value_nbytes : value_nbytes + 2 * num_kept].view(torch.int16).to(torch.int64) & 0xFFFF
-        if num_kept and (int(indices[-1]) >= job.out.numel() or bool((indices[1:] <= indices[:-1]).any())):
-            raise WireError(
-                f"top-k: expected {num_kept} ascending indices below {job.out.numel()}, got some out of range or order"
-            )
-        if job.alpha is None:
-            job.out.zero_()
-            job.out[indices] = values
-        else:
-            job.out[indices] += values * job.alpha
+        deliver(job, torch.where(negative, -scale, scale))
