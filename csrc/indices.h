@@ -107,9 +107,9 @@ TW_INLINE BadIndices check_indices(const std::uint16_t* indices, std::size_t n, 
             return {BadIndices::index, j, indices[j], j > 0 ? indices[j - 1] : 0u};
 }
 
-// Read k indices into `indices` and check them. Never writes more than k, whatever the bytes.
-TW_INLINE BadIndices read_indices(const TopKLayout& layout, const std::uint8_t* block, std::size_t n, std::size_t k,
-                                  std::uint16_t* indices) {
+// Read k indices into `indices`. Never writes more than k, whatever the bytes.
+TW_INLINE void read_indices(const TopKLayout& layout, const std::uint8_t* block, std::size_t n, std::size_t k,
+                            std::uint16_t* indices) {
     const std::uint8_t* data = block + layout.indices;
     switch (layout.form) {
         case IndexForm::u16:
@@ -122,25 +122,45 @@ TW_INLINE BadIndices read_indices(const TopKLayout& layout, const std::uint8_t* 
             for (std::size_t begin = 0; begin < nbytes; begin += 8) {
                 std::uint64_t word = 0;
                 std::memcpy(&word, data + begin, std::min<std::size_t>(8, nbytes - begin));
-                for (; word; word &= word - 1, count++)
-                    if (count < k) indices[count] = static_cast<std::uint16_t>(8 * begin + std::countr_zero(word));
+                for (; word && count < k; word &= word - 1)
+                    indices[count++] = static_cast<std::uint16_t>(8 * begin + std::countr_zero(word));
             }
-            if (count != k) return {BadIndices::count, 0, count, 0};
             break;
         }
         case IndexForm::chunked: {
             const u16* counts = reinterpret_cast<const u16*>(block + layout.counts);
-            const std::size_t num_chunks = (n + INDEX_CHUNK - 1) / INDEX_CHUNK;
-            std::uint64_t count = 0;
-            for (std::size_t c = 0; c < num_chunks; c++) count += counts[c];
-            if (count != k) return {BadIndices::count, 0, count, 0};
             unpack_12(data, k, indices);
-            for (std::size_t c = 0, j = 0; c < num_chunks; c++)
-                for (const std::size_t end = j + counts[c]; j < end; j++)
+            for (std::size_t c = 0, j = 0; c < (n + INDEX_CHUNK - 1) / INDEX_CHUNK; c++)
+                for (const std::size_t end = std::min(k, j + counts[c]); j < end; j++)
                     indices[j] = static_cast<std::uint16_t>(indices[j] + INDEX_CHUNK * c);
             break;
         }
     }
+}
+
+// How many indices there are, where the form says so; else k.
+TW_INLINE std::uint64_t count_indices(const TopKLayout& layout, const std::uint8_t* block, std::size_t n,
+                                      std::size_t k) {
+    std::uint64_t count = 0;
+    if (layout.form == IndexForm::bitmap) {
+        for (std::size_t j = 0; j < (n + 7) / 8; j++)
+            count += static_cast<std::uint64_t>(std::popcount(block[layout.indices + j]));
+        return count;
+    }
+    if (layout.form != IndexForm::chunked) return k;
+    const u16* counts = reinterpret_cast<const u16*>(block + layout.counts);
+    for (std::size_t c = 0; c < (n + INDEX_CHUNK - 1) / INDEX_CHUNK; c++) count += counts[c];
+    return count;
+}
+
+// Check the indices of a block; `indices` has room for k.
+TW_INLINE BadIndices check_block(const TopKLayout& layout, const std::uint8_t* block, std::size_t n, std::size_t k,
+                                 std::uint16_t* indices) {
+    const std::uint64_t count = count_indices(layout, block, n, k);
+    if (count != k) return {BadIndices::count, 0, count, 0};
+    // A bitmap is in order, and in range unless its last byte says otherwise.
+    if (layout.form == IndexForm::bitmap && !(n % 8 && block[layout.indices + n / 8] >> n % 8)) return {};
+    read_indices(layout, block, n, k, indices);
     return check_indices(indices, n, k);
 }
 

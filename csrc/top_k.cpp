@@ -198,7 +198,7 @@ TW_CLONES bool encode_top_k(const EncodeJob& job, const TopK& settings, Scratch&
 
 TW_CLONES BadIndices check_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch) {
     const TopKLayout layout = lay_out_top_k(job.n, job.num_kept, value_nbytes(settings.number), settings.chunked);
-    return read_indices(layout, job.data, job.n, job.num_kept, scratch.get<std::uint16_t>(job.num_kept));
+    return check_block(layout, job.data, job.n, job.num_kept, scratch.get<std::uint16_t>(job.num_kept));
 }
 
 void decode_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch) {
