@@ -80,7 +80,7 @@ inline void write_indices(const TopKLayout& layout, const std::uint16_t* indices
             break;
         case IndexForm::chunked: {
             u16* counts = reinterpret_cast<u16*>(block + layout.counts);
-            std::memset(counts, 0, 2 * ((n + INDEX_CHUNK - 1) / INDEX_CHUNK));
+            for (std::size_t c = 0; c < (n + INDEX_CHUNK - 1) / INDEX_CHUNK; c++) counts[c] = 0;
             for (std::size_t j = 0; j < k; j++) counts[indices[j] / INDEX_CHUNK]++;
             pack_12(indices, k, out);
             break;
