@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.kernels import DecodeJob, EncodeJob, reference
+from thinwire.kernels.top_k_layout import NATURAL, top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -57,13 +58,27 @@ def cases() -> list[Case]:
             found.append(Case(label, "dither", 4 + N * bits // 8, {**settings, "l2": l2}, settings))
     for rms in (False, True):
         found.append(Case(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", 4 + N // 8, {"rms": rms}, {}))
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.float16, NATURAL):
         for density in (0.001, 0.01, 0.1):
-            k = round(density * N)
-            label = f"top_k-{density:g}-{str(dtype).removeprefix('torch.')}"
-            nbytes = align(k * (dtype.itemsize + 2))
-            found.append(Case(label, "top_k", nbytes, {"dtype": dtype, "k": k}, {"dtype": dtype, "k": k}))
+            label = "natural" if dtype is NATURAL else str(dtype).removeprefix("torch.")
+            found.append(_top_k(f"top_k-{density:g}-{label}", dtype, density))
+    for selection in ("bisect", "sampled"):
+        found.append(_top_k(f"top_k-0.01-{selection}", torch.float16, 0.01, selection))
+    found.append(_top_k("top_k-0.01-chunked", torch.float16, 0.01, chunked=True))
+    for density, block, period in ((0.01, 1, 0), (0.1, 1, 0), (0.1, 64, 0), (0.1, 1, 10)):
+        k = -(-N // block // period) if period else round(density * N / block)
+        label = f"random_k-{density:g}" + (f"-{block}" if block > 1 else "") + ("-rotating" if period else "")
+        settings = {"dtype": torch.float16, "k": k, "block": block, "period": period}
+        found.append(Case(label, "random_k", align(2 * k * block), settings, settings))
     return found
+
+
+def _top_k(label: str, dtype: torch.dtype, density: float, selection: str = "exact", chunked: bool = False) -> Case:
+    k = round(density * N)
+    settings = {"dtype": dtype, "k": k, "chunked": chunked}
+    return Case(
+        label, "top_k", top_k_layout(N, k, dtype, chunked).nbytes, {**settings, "selection": selection}, settings
+    )
 
 
 def best_s(run: Callable[[], object], repeats: int) -> float:
@@ -105,7 +120,7 @@ class Bench:
         keys = [Key(1, offset=i * N) for i in range(count)]
         plain = [EncodeJob(x, out, None, 1.0, key) for x, out, key in zip(xs, data, keys, strict=True)]
         kept = [job._replace(residual=residual) for job, residual in zip(plain, residuals, strict=True)]
-        replace = [DecodeJob(part, out) for part, out in zip(data, outs, strict=True)]
+        replace = [DecodeJob(part, out, None, key) for part, out, key in zip(data, outs, keys, strict=True)]
         add = [job._replace(alpha=0.5) for job in replace]
 
         def call(verb: str, settings: dict[str, Any]) -> Callable[[Any], object]:

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "indices.h"
 #include "jobs.h"
 #include "parallel.h"
+#include "philox.h"
 
 namespace thinwire {
 
-enum class Number : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+enum class Number : int { float32 = 0, float16 = 1, bfloat16 = 2, natural = 3 };  // natural: sparse kinds only
 
 struct BlockQuant {
     int bits;  // 2 to 8
@@ -21,6 +23,21 @@ struct Dither {
     std::size_t block;  // 0: the whole partition
     bool natural;       // levels 1, 1/2, 1/4, ... of the scale; else evenly spaced ones
     bool l2;            // the scale is the L2 norm; else the largest magnitude
+};
+
+enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
+
+struct TopK {
+    Number number;
+    Selection selection;  // encoders only
+    bool chunked;
+};
+
+struct RandomK {
+    Number number;
+    std::size_t block;   // elements a unit
+    std::size_t period;  // 0: units are drawn
+    bool scaled;         // encoders only
 };
 
 bool all_finite(const f32* x, std::size_t n);
@@ -37,9 +54,12 @@ void decode_dither(const DecodeJob& job, const Dither& settings, Scratch& scratc
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);
 
-bool encode_top_k(const EncodeJob& job, Number number, Scratch& scratch);
-// Place of the first index that is out of range or order, or -1.
-std::int64_t check_top_k(const DecodeJob& job, Number number);
-void decode_top_k(const DecodeJob& job, Number number);
+bool encode_top_k(const EncodeJob& job, const TopK& settings, Scratch& scratch);
+BadIndices check_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch);
+void decode_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch);
+
+
+bool encode_random_k(const EncodeJob& job, const RandomK& settings, Scratch& scratch);
+void decode_random_k(const DecodeJob& job, const Stream& stream, const RandomK& settings, Scratch& scratch);
 
 }  // namespace thinwire

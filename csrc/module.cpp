@@ -46,20 +46,35 @@ template <typename Decode> void decode_all(const nb::bytes& packed, int threads,
     parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch& scratch) { decode(jobs[i], scratch); });
 }
 
-// Check every job before any is decoded. Returns (job, place) of the first bad index, or None.
-nb::object decode_top_k_all(const nb::bytes& packed, int number, int threads) {
+// Check every job before any is decoded. Returns what is wrong with the first bad one, (job, what, place, got, before),
+// or None.
+nb::object decode_top_k_all(const nb::bytes& packed, int number, bool chunked, int threads) {
     const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
-    const Number type{number};
-    std::size_t bad_job = jobs.size();
-    std::int64_t place = -1;
+    const TopK settings{Number{number}, Selection::exact, chunked};
+    std::size_t bad_job = 0;
+    BadIndices bad;
     {
         nb::gil_scoped_release release;
-        for (std::size_t i = 0; i < jobs.size() && place < 0; i++)
-            if ((place = check_top_k(jobs[i], type)) >= 0) bad_job = i;
-        if (place < 0)
-            parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch&) { decode_top_k(jobs[i], type); });
+        Scratch scratch;
+        for (std::size_t i = 0; i < jobs.size() && bad.kind == BadIndices::none; i++, bad_job++)
+            bad = check_top_k(jobs[i], settings, scratch);
+        if (bad.kind == BadIndices::none)
+            parallel_for(jobs.size(), threads,
+                         [&](std::size_t i, Scratch& own) { decode_top_k(jobs[i], settings, own); });
     }
-    return place < 0 ? nb::none() : nb::object(nb::make_tuple(bad_job, place));
+    if (bad.kind == BadIndices::none) return nb::none();
+    return nb::make_tuple(bad_job - 1, bad.kind == BadIndices::count ? "count" : "index", bad.place, bad.got, bad.before);
+}
+
+void decode_random_k_all(const nb::bytes& packed, const nb::bytes& packed_streams, const RandomK& settings,
+                         int threads) {
+    const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
+    const std::vector<Stream> streams = unpack<Stream>(packed_streams);
+    if (streams.size() != jobs.size()) throw std::invalid_argument("expected a stream for every job");
+    nb::gil_scoped_release release;
+    parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch& scratch) {
+        decode_random_k(jobs[i], streams[i], settings, scratch);
+    });
 }
 
 using Numbers = std::vector<std::uint64_t>;
@@ -134,12 +149,24 @@ NB_MODULE(_native, m) {
     m.def("decode_one_bit", [](const nb::bytes& jobs, int threads) {
         decode_all(jobs, threads, [](const DecodeJob& job, Scratch&) { decode_one_bit(job); });
     }, nb::arg("jobs"), nb::arg("threads"));
-    m.def("encode_top_k", [](const nb::bytes& jobs, int number, int threads) {
+    m.def("encode_top_k", [](const nb::bytes& jobs, int number, int selection, bool chunked, int threads) {
+        const TopK settings{Number{number}, Selection{selection}, chunked};
         return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
-            return encode_top_k(job, Number{number}, scratch);
+            return encode_top_k(job, settings, scratch);
         });
-    }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
-    m.def("decode_top_k", &decode_top_k_all, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
+    }, nb::arg("jobs"), nb::arg("number"), nb::arg("selection"), nb::arg("chunked"), nb::arg("threads"));
+    m.def("decode_top_k", &decode_top_k_all, nb::arg("jobs"), nb::arg("number"), nb::arg("chunked"), nb::arg("threads"));
+    m.def("encode_random_k", [](const nb::bytes& jobs, int number, std::size_t block, std::size_t period, bool scaled,
+                                int threads) {
+        const RandomK settings{Number{number}, block, period, scaled};
+        return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+            return encode_random_k(job, settings, scratch);
+        });
+    }, nb::arg("jobs"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("scaled"), nb::arg("threads"));
+    m.def("decode_random_k", [](const nb::bytes& jobs, const nb::bytes& streams, int number, std::size_t block,
+                                std::size_t period, int threads) {
+        decode_random_k_all(jobs, streams, RandomK{Number{number}, block, period, false}, threads);
+    }, nb::arg("jobs"), nb::arg("streams"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("threads"));
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
           nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"), nb::arg("piece_nbytes"),
           nb::arg("timeout_ms"), nb::arg("wake"));

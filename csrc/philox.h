@@ -10,6 +10,21 @@ namespace thinwire {
 inline constexpr std::size_t LANES = 16;
 inline constexpr std::size_t UNIFORM_CHUNK = 8 * LANES;  // elements served by sixteen counters: 8 halfwords each
 
+// The ten rounds, in place.
+TW_INLINE void philox_rounds(std::uint32_t& c0, std::uint32_t& c1, std::uint32_t& c2, std::uint32_t& c3,
+                             std::uint32_t k0, std::uint32_t k1) {
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+        const std::uint64_t p0 = std::uint64_t{0xD2511F53} * c0, p1 = std::uint64_t{0xCD9E8D57} * c2;
+        c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<std::uint32_t>(p1);
+        c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<std::uint32_t>(p0);
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+}
+
 // Uniforms of elements [128 * chunk, 128 * chunk + 128) of the parameter.
 TW_INLINE void uniform_chunk(const EncodeJob& job, std::uint64_t chunk, float* __restrict u) {
     const std::uint64_t first = LANES * chunk;  // the low word of first + lane never carries
@@ -17,17 +32,7 @@ TW_INLINE void uniform_chunk(const EncodeJob& job, std::uint64_t chunk, float* _
     const auto key0 = static_cast<std::uint32_t>(job.key), key1 = static_cast<std::uint32_t>(job.key >> 32);
     for (std::uint32_t lane = 0; lane < LANES; lane++) {
         std::uint32_t c0 = low + lane, c1 = high, c2 = job.step, c3 = job.stream;
-        std::uint32_t k0 = key0, k1 = key1;
-#pragma GCC unroll 10
-        for (int round = 0; round < 10; round++) {
-            const std::uint64_t p0 = std::uint64_t{0xD2511F53} * c0, p1 = std::uint64_t{0xCD9E8D57} * c2;
-            c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
-            c1 = static_cast<std::uint32_t>(p1);
-            c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
-            c3 = static_cast<std::uint32_t>(p0);
-            k0 += 0x9E3779B9;
-            k1 += 0xBB67AE85;
-        }
+        philox_rounds(c0, c1, c2, c3, key0, key1);
         const std::uint32_t words[4] = {c0, c1, c2, c3};
 #pragma GCC unroll 4
         for (int w = 0; w < 4; w++) {
@@ -50,6 +55,31 @@ TW_INLINE const float* uniforms(const EncodeJob& job, std::size_t begin, std::si
     for (std::uint64_t chunk = first_chunk; chunk < end_chunk; chunk++)
         uniform_chunk(job, chunk, buffer + UNIFORM_CHUNK * (chunk - first_chunk));
     return buffer + first % UNIFORM_CHUNK;
+}
+
+// Who draws, and from where on: struct format "<2Q2I" in packing.py.
+struct Stream {
+    std::uint64_t key;
+    std::uint64_t offset;
+    std::uint32_t step;
+    std::uint32_t stream;
+};
+static_assert(sizeof(Stream) == 24);
+
+inline constexpr std::size_t WORD_CHUNK = 4 * LANES;
+
+// Words [64 * chunk, 64 * chunk + 64) of `words` in random.py.
+TW_INLINE void word_chunk(const Stream& s, std::uint64_t chunk, std::uint32_t* __restrict words) {
+    for (std::uint32_t lane = 0; lane < LANES; lane++) {
+        const std::uint64_t counter = s.offset + LANES * chunk + lane;
+        std::uint32_t c0 = static_cast<std::uint32_t>(counter), c1 = static_cast<std::uint32_t>(counter >> 32);
+        std::uint32_t c2 = s.step, c3 = s.stream;
+        philox_rounds(c0, c1, c2, c3, static_cast<std::uint32_t>(s.key), static_cast<std::uint32_t>(s.key >> 32));
+        words[4 * lane] = c0;
+        words[4 * lane + 1] = c1;
+        words[4 * lane + 2] = c2;
+        words[4 * lane + 3] = c3;
+    }
 }
 
 }  // namespace thinwire

@@ -1,17 +1,19 @@
-// Top-k: the k largest magnitudes, ties to the lowest index; values first, then 16-bit indices, both by index.
+// Top-k: k values and where they belong, by index; kernels/reference_top_k.py defines which and how they lie.
 //
 // A sample gives a bound that about k elements reach. One pass collects those that do, in order; bisection over the
-// bits of their magnitudes finds the k-th largest exactly. Should fewer than k reach the bound, all are collected.
+// bits of their magnitudes finds the k-th largest. Should fewer than k reach the bound, all are collected.
 #include <cmath>
 
 #include "elements.h"
-#include "half.h"
+#include "indices.h"
 #include "kernels.h"
+#include "values.h"
 
 namespace thinwire {
 namespace {
 
-constexpr std::size_t MAX_N = 65536, SAMPLES = 1024, TILE = 1024;
+constexpr std::size_t MAX_N = 65536, SAMPLES = 1024, SAMPLES_KEPT = 64, TILE = 1024;
+constexpr int BISECTED_BITS = 15;
 
 // Buffers of one thread. packing.py makes sure that n <= MAX_N.
 struct Buffers {
@@ -19,10 +21,11 @@ struct Buffers {
     std::uint16_t indices[MAX_N + 8];  // `collect` writes up to eight past those it keeps
 };
 
-// The k-th largest of `values`: the largest t that at least k of them reach. 1 <= k <= count, values >= 0.
-TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count, std::size_t k) {
+// The k-th largest of `values`: the largest t that at least k of them reach, without its bits below `last_bit`.
+// 1 <= k <= count, values >= 0.
+TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count, std::size_t k, int last_bit = 0) {
     std::int32_t found = 0;
-    for (int bit = 30; bit >= 0; bit--) {
+    for (int bit = 30; bit >= last_bit; bit--) {
         const std::int32_t tried = found | (1 << bit);
         std::uint32_t reach = 0;
         for (std::size_t i = 0; i < count; i++) reach += values[i] >= tried;
@@ -31,16 +34,20 @@ TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count
     return found;
 }
 
+TW_INLINE void take_sample(const f32* q, std::size_t n, std::size_t count, std::int32_t* __restrict sample) {
+    std::uint32_t place = 0;
+    for (std::size_t i = 0; i < count; i++) {
+        place += 2654435769u;  // 2**32 / golden ratio: spread evenly, in step with no row length
+        sample[i] = magnitude(q[(std::uint64_t{place} * n) >> 32]);
+    }
+}
+
 // A bound that, by a sample, more than k of the n elements reach. Only speed hangs on it.
 TW_INLINE std::int32_t sampled_bound(const f32* q, std::size_t n, std::size_t k, std::int32_t* sample) {
     const double expected = static_cast<double>(k) * SAMPLES / static_cast<double>(n);
     const auto rank = static_cast<std::size_t>(expected + 3.0 * std::sqrt(expected) + 4.0);
     if (n < 4 * SAMPLES || rank >= SAMPLES) return 0;
-    std::uint32_t place = 0;
-    for (std::size_t i = 0; i < SAMPLES; i++) {
-        place += 2654435769u;  // 2**32 / golden ratio: spread evenly, in step with no row length
-        sample[i] = magnitude(q[(std::uint64_t{place} * n) >> 32]);
-    }
+    take_sample(q, n, SAMPLES, sample);
     return kth_largest(sample, SAMPLES, rank);
 }
 
@@ -65,12 +72,43 @@ TW_INLINE std::size_t collect(const f32* q, std::size_t n, std::int32_t bound, s
     return count;
 }
 
-// Leave the indices of the k largest at the front of buffers.indices, ascending.
-TW_INLINE void select(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
-    const std::int32_t bound = sampled_bound(q, n, k, buffers.magnitudes);
+// Leave the magnitudes of the `count` collected elements beside their indices.
+TW_INLINE void look_up(const f32* q, std::size_t count, Buffers& buffers) {
+    for (std::size_t i = 0; i < count; i++) buffers.magnitudes[i] = magnitude(q[buffers.indices[i]]);
+}
+
+// Collect at least k elements, among them all that reach the k-th largest magnitude, without its bits below `last_bit`.
+TW_INLINE std::size_t collect_largest(const f32* q, std::size_t n, std::size_t k, int last_bit, Buffers& buffers) {
+    const std::int32_t bound = sampled_bound(q, n, k, buffers.magnitudes) >> last_bit << last_bit;
     std::size_t count = collect(q, n, bound, buffers.indices);
     if (count < k) count = collect(q, n, 0, buffers.indices);
-    for (std::size_t i = 0; i < count; i++) buffers.magnitudes[i] = magnitude(q[buffers.indices[i]]);
+    look_up(q, count, buffers);
+    return count;
+}
+
+// Of the `count` collected: keep, at the front, the indices of all that reach `upper`, at most k, and fill up to k with
+// others, spread evenly.
+TW_INLINE void fill_evenly(std::size_t count, std::size_t k, std::uint32_t upper, Buffers& buffers) {
+    std::size_t above = 0, kept = 0, turn = 0;
+    const auto reaches = [&](std::size_t i) { return static_cast<std::uint32_t>(buffers.magnitudes[i]) >= upper; };
+    for (std::size_t i = 0; i < count; i++) above += reaches(i);
+    const std::size_t wanted = k - above, others = count - above;
+    for (std::size_t i = 0; i < count; i++) {
+        bool keep = reaches(i);
+        if (!keep) {
+            turn += wanted;
+            keep = turn >= others && wanted;
+            turn -= keep ? others : 0;
+        }
+        buffers.indices[kept] = buffers.indices[i];
+        kept += keep;
+    }
+}
+
+// Each of the following leaves the indices of k elements at the front of buffers.indices, ascending.
+
+TW_INLINE void select_exact(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
+    const std::size_t count = collect_largest(q, n, k, 0, buffers);
     const std::int32_t smallest = kth_largest(buffers.magnitudes, count, k);
     std::size_t above = 0, kept = 0;
     for (std::size_t i = 0; i < count; i++) above += buffers.magnitudes[i] > smallest;
@@ -82,74 +120,93 @@ TW_INLINE void select(const f32* q, std::size_t n, std::size_t k, Buffers& buffe
     }
 }
 
-// Write k values as halves and leave what each lost; returns the largest magnitude sent.
-TW_INLINE std::int32_t send_halves(f32* __restrict values, std::size_t k, u16* __restrict out) {
-    std::int32_t peak = 0;
-    for (std::size_t j = 0; j < k; j++) {
-        const std::uint16_t half = float_to_half(values[j]);
-        const float sent = half_to_float(half);
-        out[j] = half;
-        values[j] = values[j] - sent;
-        peak = std::max(peak, magnitude(sent));
+// Elements that reach `lower`, at least k of them and all collected, are left; those that reach `upper` go first.
+TW_INLINE void select_bisect(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
+    std::size_t count = collect_largest(q, n, k, BISECTED_BITS, buffers), left = 0;
+    const std::int32_t lower = kth_largest(buffers.magnitudes, count, k, BISECTED_BITS);
+    for (std::size_t i = 0; i < count; i++) {
+        const std::int32_t m = buffers.magnitudes[i];
+        buffers.indices[left] = buffers.indices[i];
+        buffers.magnitudes[left] = m;
+        left += m >= lower;
     }
-    return peak;
+    fill_evenly(left, k, static_cast<std::uint32_t>(lower) + (1u << BISECTED_BITS), buffers);
 }
 
-std::size_t value_nbytes(Number number) { return number == Number::float32 ? 4 : 2; }
+TW_INLINE void select_sampled(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
+    const std::size_t num_samples = std::max<std::size_t>(SAMPLES, (SAMPLES_KEPT * n + k - 1) / k);
+    if (num_samples >= n) return select_exact(q, n, k, buffers);
+    take_sample(q, n, num_samples, buffers.magnitudes);
+    const std::size_t expected = k * num_samples / n;
+    const auto spread = static_cast<std::size_t>(std::sqrt(static_cast<double>(4 * expected)));  // two deviations
+    const std::int32_t upper = kth_largest(buffers.magnitudes, num_samples, expected - spread);
+    const std::int32_t lower =
+        kth_largest(buffers.magnitudes, num_samples, std::min(num_samples, expected + spread));
+    std::size_t count = collect(q, n, lower, buffers.indices);
+    look_up(q, count, buffers);
+    if (count < k) {  // the sample held too many large ones: the others fill up
+        count = collect(q, n, 0, buffers.indices);
+        look_up(q, count, buffers);
+        return fill_evenly(count, k, lower, buffers);
+    }
+    std::size_t above = 0;
+    for (std::size_t i = 0; i < count; i++) above += buffers.magnitudes[i] >= upper;
+    if (above <= k) return fill_evenly(count, k, upper, buffers);
+    count = collect(q, n, upper, buffers.indices);
+    look_up(q, count, buffers);
+    fill_evenly(count, k, 0x80000000u, buffers);
+}
+
+TW_INLINE void select(const f32* q, std::size_t n, std::size_t k, Selection selection, Buffers& buffers) {
+    switch (selection) {
+        case Selection::exact: return select_exact(q, n, k, buffers);
+        case Selection::sampled: return select_sampled(q, n, k, buffers);
+        case Selection::bisect: return select_bisect(q, n, k, buffers);
+    }
+}
+
+template <bool accumulate> TW_INLINE void scatter(const DecodeJob& job, const TopK& settings, const TopKLayout& layout,
+                                                  const std::uint16_t* indices) {
+    const std::uint8_t* values = job.data + layout.values;
+    const auto run = [&]<Number number>() {
+        for (std::size_t j = 0; j < job.num_kept; j++)
+            deliver<accumulate>(job.out[indices[j]], value_at<number>(values, j), job.alpha);
+    };
+    TW_FOR_NUMBER(settings.number, run)
+}
 
 }  // namespace
 
-TW_CLONES bool encode_top_k(const EncodeJob& job, Number number, Scratch& scratch) {
+TW_CLONES bool encode_top_k(const EncodeJob& job, const TopK& settings, Scratch& scratch) {
     const std::size_t k = job.num_kept;
-    std::uint8_t* out = job.out;
+    const TopKLayout layout = lay_out_top_k(job.n, k, value_nbytes(settings.number), settings.chunked);
     std::int32_t peak = 0;
     const f32* q = form_q(job, 0, job.n, peak);
+    Buffers& buffers = *scratch.get<Buffers>(1);
     if (k) {
-        Buffers& buffers = *scratch.get<Buffers>(1);
-        select(q, job.n, k, buffers);
+        select(q, job.n, k, settings.selection, buffers);
         f32* __restrict left = reinterpret_cast<f32*>(buffers.magnitudes);  // no longer needed as magnitudes
         for (std::size_t j = 0; j < k; j++) left[j] = q[buffers.indices[j]];
-        if (number == Number::float32) {
-            std::memcpy(out, left, 4 * k);
-            std::memset(left, 0, 4 * k);
-        } else {
-            peak = std::max(peak, send_halves(left, k, reinterpret_cast<u16*>(out)));
-        }
+        peak = std::max(peak, send_values(left, k, job.out + layout.values, settings.number));
         if (job.residual)
             for (std::size_t j = 0; j < k; j++) job.residual[buffers.indices[j]] = left[j];
-        out += k * value_nbytes(number);
-        std::memcpy(out, buffers.indices, 2 * k);
-        out += 2 * k;
     }
-    zero_padding(job, out - job.out);
+    write_indices(layout, buffers.indices, job.n, k, job.out);
+    zero_padding(job, layout.end);
     return peak < INF_BITS;
 }
 
-TW_CLONES std::int64_t check_top_k(const DecodeJob& job, Number number) {
-    const std::size_t k = job.num_kept;
-    const u16* indices = reinterpret_cast<const u16*>(job.data + k * value_nbytes(number));
-    // Ascending and the last in range: all are in range. Looked over without branches first; named only if bad.
-    bool bad = k && indices[k - 1] >= job.n;
-    for (std::size_t j = 1; j < k; j++) bad |= indices[j] <= indices[j - 1];
-    if (!bad) return -1;
-    for (std::size_t j = 0;; j++)
-        if (indices[j] >= job.n || (j > 0 && indices[j] <= indices[j - 1])) return static_cast<std::int64_t>(j);
+TW_CLONES BadIndices check_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch) {
+    const TopKLayout layout = lay_out_top_k(job.n, job.num_kept, value_nbytes(settings.number), settings.chunked);
+    return check_block(layout, job.data, job.n, job.num_kept, scratch.get<std::uint16_t>(job.num_kept));
 }
 
-void decode_top_k(const DecodeJob& job, Number number) {
-    const std::size_t k = job.num_kept;
-    const f32* floats = reinterpret_cast<const f32*>(job.data);
-    const u16* halves = reinterpret_cast<const u16*>(job.data);
-    const u16* indices = reinterpret_cast<const u16*>(job.data + k * value_nbytes(number));
+void decode_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch) {
+    const TopKLayout layout = lay_out_top_k(job.n, job.num_kept, value_nbytes(settings.number), settings.chunked);
+    std::uint16_t* indices = scratch.get<std::uint16_t>(job.num_kept);
+    read_indices(layout, job.data, job.n, job.num_kept, indices);
     if (!job.accumulate && job.n) std::memset(job.out, 0, 4 * job.n);
-    for (std::size_t j = 0; j < k; j++) {
-        const float value = number == Number::float32 ? floats[j] : half_to_float(halves[j]);
-        f32& out = job.out[indices[j]];
-        if (job.accumulate)
-            deliver<true>(out, value, job.alpha);
-        else
-            out = value;
-    }
+    job.accumulate ? scatter<true>(job, settings, layout, indices) : scatter<false>(job, settings, layout, indices);
 }
 
 }  // namespace thinwire

@@ -22,6 +22,7 @@ _LANES = 16  # counters a chunk is made of
 CHUNK = 8 * _LANES  # elements that one chunk of 16 counters serves: 8 halfwords each
 
 OWNER_STREAM = 0x8000_0000  # the second hop's stream: one for all, whoever owns the partition
+SHARED_STREAM = 0x8000_0001  # of kinds whose decoders draw too: one for all ranks and both hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Key:
     Attributes:
         key: 64 bits from `parameter_key(seed, name)`.
         step: the training step, 32 bits.
-        stream: who draws: a rank (private dither) or `OWNER_STREAM`; 32 bits.
+        stream: who draws: a rank (private dither), `OWNER_STREAM` or `SHARED_STREAM`; 32 bits.
         offset: index, in its parameter, of the block's first element.
     """
 
@@ -88,3 +89,20 @@ def uniform(key: Key, numel: int, device: torch.device | str = "cpu") -> Tensor:
     flat = halves.view(8, num_chunks, _LANES).transpose(0, 1).reshape(-1)
     start = key.offset - first * CHUNK
     return (flat[start : start + numel].to(torch.float32) + 0.5) * 2.0**-16
+
+
+def words(key: Key, start: int, count: int) -> list[int]:
+    """Return 32-bit words `start` to `start + count` of a stream that is drawn from in sequence, not by element.
+
+    Word d is word d % 4 of the Philox output for the counter whose low 64 bits are `key.offset` + d // 4. A key must be
+    used either here or for `uniform`: their numbers are not independent.
+
+    Example:
+        >>> words(Key(7), 3, 2) == words(Key(7), 0, 5)[3:]
+        True
+    """
+    first = start // 4
+    index = torch.arange(first, -(-(start + count) // 4), dtype=torch.int64) + key.offset
+    step, stream = torch.full_like(index, key.step & _MASK), torch.full_like(index, key.stream & _MASK)
+    four = philox_4x32_10((index & _MASK, index >> 32, step, stream), (key.key & _MASK, key.key >> 32))
+    return torch.stack(four, dim=1).view(-1)[start - 4 * first :][:count].tolist()

@@ -4,10 +4,10 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | identity
+                | onebit | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
-`topk:0.01+int8`, `dense`, `dense:bf16`, `gather/onebit`.
+`topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from thinwire.compressors import (
     LinearDithering,
     NaturalDithering,
     OneBit,
+    RandomK,
     TopK,
     Unbiased,
     needs_feedback,
@@ -87,14 +88,60 @@ def _one_bit(arguments: Sequence[str]) -> OneBit:
 
 
 def _top_k(arguments: Sequence[str]) -> TopK:
-    if not arguments:
+    if not arguments or arguments[0] in _TOP_K_EXTRAS:
         raise RecipeError("expected a density, as in 'topk:0.01'")
-    dtypes = {"fp16": torch.float16, "fp32": torch.float32}
-    name = arguments[1] if len(arguments) > 1 else "fp16"
-    if name not in dtypes:
-        raise RecipeError(f"expected 'fp16' or 'fp32' values, got {name!r}")
-    _no_more(arguments[2:])
-    return TopK(density=_number(float, arguments[0]), value_dtype=dtypes[name])
+    kept, *extras = arguments
+    chosen: dict[str, Any] = {}
+    if kept.startswith("k="):
+        chosen["k"] = _number(int, kept.removeprefix("k="))
+    else:
+        chosen["density"] = _number(float, kept)
+    for extra in extras:
+        if extra not in _TOP_K_EXTRAS:
+            raise RecipeError(f"expected {', '.join(map(repr, _TOP_K_EXTRAS))}, got {extra!r}")
+        field, value = _TOP_K_EXTRAS[extra]
+        if field in chosen:
+            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
+        chosen[field] = value
+    return TopK(**chosen)
+
+
+_TOP_K_EXTRAS: dict[str, tuple[str, Any]] = {
+    "fp16": ("value_dtype", torch.float16),
+    "fp32": ("value_dtype", torch.float32),
+    "bf16": ("value_dtype", torch.bfloat16),
+    "natural": ("value_dtype", "natural"),
+    "exact": ("selection", "exact"),
+    "bisect": ("selection", "bisect"),
+    "sampled": ("selection", "sampled"),
+    "chunked": ("chunked", True),
+}
+
+
+def _random_k(arguments: Sequence[str]) -> RandomK:
+    if not arguments or arguments[0] in _RANDOM_K_EXTRAS:
+        raise RecipeError("expected a density, as in 'randomk:0.01'")
+    chosen: dict[str, Any] = {"density": _number(float, arguments[0])}
+    for extra in arguments[1:]:
+        if extra.startswith("block="):
+            field, value = "block", _number(int, extra.removeprefix("block="))
+        elif extra in _RANDOM_K_EXTRAS:
+            field, value = _RANDOM_K_EXTRAS[extra]
+        else:
+            raise RecipeError(f"expected 'block=N', {', '.join(map(repr, _RANDOM_K_EXTRAS))}, got {extra!r}")
+        if field in chosen:
+            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
+        chosen[field] = value
+    return RandomK(**chosen)
+
+
+_RANDOM_K_EXTRAS: dict[str, tuple[str, Any]] = {
+    "rotating": ("rotating", True),
+    "scaled": ("scaled", True),
+    "fp16": ("value_dtype", torch.float16),
+    "fp32": ("value_dtype", torch.float32),
+    "bf16": ("value_dtype", torch.bfloat16),
+}
 
 
 _KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
@@ -106,6 +153,7 @@ _KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
     "qsgd": functools.partial(_dither, LinearDithering, {"norm": "l2", "block": 512}),
     "onebit": _one_bit,
     "topk": _top_k,
+    "randomk": _random_k,
     "identity": _identity,
 }
 
@@ -125,7 +173,7 @@ def parse_recipe(text: str) -> Aggregator:
 
     Example:
         >>> parse_recipe("topk:0.01").up
-        TopK(density=0.01, value_dtype=torch.float16)
+        TopK(density=0.01, k=None, value_dtype=torch.float16, selection='exact', chunked=False)
     """
     aggregator, slash, rest = text.strip().rpartition("/")
     first, plus, second = rest.partition("+")

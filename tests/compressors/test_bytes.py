@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, TopK
+from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, RandomK, TopK
 from thinwire.errors import WireError
-from thinwire.random import Key, uniform
+from thinwire.random import Key, philox_4x32_10, uniform, words
 
 
 def raw(data: Tensor) -> bytes:
@@ -80,12 +80,53 @@ def test_one_bit_sums_in_float64() -> None:
 # --- top-k ----------------------------------------------------------------------------------------------------------
 
 
+def few(n: int, **values: float) -> Tensor:
+    """Return n zeros but for `i12=3.0`, which sets element 12."""
+    x = torch.zeros(n)
+    for place, value in values.items():
+        x[int(place.removeprefix("i"))] = value
+    return x
+
+
 def test_top_k_sends_values_then_indices_in_order_of_index() -> None:
+    x = few(5000, i1=-3.0, i3=2.0, i4999=9.0)
+    fp32 = TopK(k=3, value_dtype=torch.float32)
+    assert raw(fp32.encode(x)) == floats(-3.0, 2.0, 9.0) + struct.pack("<3H", 1, 3, 4999) + b"\0\0"
+    assert raw(TopK(density=0.0007).encode(x)) == struct.pack("<3e3H", -3.0, 2.0, 9.0, 1, 3, 4999)
+    bf16 = TopK(k=3, value_dtype=torch.bfloat16)
+    assert raw(bf16.encode(x)) == bytes.fromhex("40c0 0040 1041") + struct.pack("<3H", 1, 3, 4999)
+
+
+def test_top_k_sends_indices_first_where_values_are_narrower() -> None:
+    x = few(5000, i1=-3.0, i3=2.0, i4999=9.0)
+    natural = TopK(k=3, value_dtype="natural")
+    codes = bytes([128 + 93, 92, 94])  # -4, 2, 8
+    assert raw(natural.encode(x)) == struct.pack("<3H", 1, 3, 4999) + codes + b"\0\0\0"
+
+
+def test_top_k_packs_indices_below_4096_two_in_three_bytes() -> None:
+    x = few(4096, i1=1.0, i2=2.0, i3=3.0, i9=4.0)
+    x[0x123], x[0xFED], x[0xFFF] = 5.0, 6.0, 7.0
+    packed = bytes.fromhex("01 20 00 03 90 00 23 d1 fe ff 0f")
+    expected = floats(1, 2, 3, 4, 5, 6, 7) + packed + b"\0"
+    assert raw(TopK(k=7, value_dtype=torch.float32).encode(x)) == expected
+
+
+def test_top_k_sends_a_bitmap_where_it_is_smaller() -> None:
     x = torch.tensor([0.5, -3.0, 1.0, 2.0, 0.0, 9.0])
-    fp32 = TopK(density=0.5, value_dtype=torch.float32)
-    assert raw(fp32.encode(x)) == floats(-3.0, 2.0, 9.0) + struct.pack("<3H", 1, 3, 5) + b"\0\0"
-    fp16 = TopK(density=0.5)
-    assert raw(fp16.encode(x)) == struct.pack("<3e3H", -3.0, 2.0, 9.0, 1, 3, 5)
+    assert raw(TopK(density=0.5, value_dtype=torch.float32).encode(x)) == floats(-3.0, 2.0, 9.0) + bytes(
+        [0b101010, 0, 0, 0]
+    )
+    assert raw(TopK(density=0.5).encode(x)) == struct.pack("<3e", -3.0, 2.0, 9.0) + bytes([0b101010, 0])
+
+
+def test_chunked_top_k_counts_per_4096() -> None:
+    x = few(9000, i5=1.0, i4095=-2.0, i8192=3.0, i8999=-4.0)
+    expected = floats(1.0, -2.0, 3.0, -4.0) + struct.pack("<3H", 2, 0, 2) + bytes.fromhex("05 f0 ff 00 70 32")
+    assert raw(TopK(k=4, value_dtype=torch.float32, chunked=True).encode(x)) == expected
+    codes = bytes([91, 128 + 92, 93, 128 + 93])
+    expected = struct.pack("<3H", 2, 0, 2) + codes + bytes.fromhex("05 f0 ff 00 70 32")
+    assert raw(TopK(k=4, value_dtype="natural", chunked=True).encode(x)) == expected
 
 
 def test_top_k_breaks_ties_to_the_lowest_index() -> None:
@@ -108,25 +149,73 @@ def test_top_k_indices_are_unsigned() -> None:
     ("density", "n", "k"), [(0.01, 1, 1), (0.01, 99, 1), (0.01, 199, 1), (0.01, 200, 2), (1.0, 7, 7), (0.5, 0, 0)]
 )
 def test_top_k_keeps_at_least_one(density: float, n: int, k: int) -> None:
-    assert TopK(density=density).k(n) == k
+    assert TopK(density=density).num_kept(n) == k
+
+
+@pytest.mark.parametrize(("k", "n", "kept"), [(1, 5, 1), (5, 5, 5), (6, 5, 5), (6, 0, 0)])
+def test_top_k_by_number_keeps_at_most_all(k: int, n: int, kept: int) -> None:
+    assert TopK(k=k).num_kept(n) == kept
 
 
 def test_top_k_residual_is_what_was_not_sent_and_the_rounding_of_what_was() -> None:
     x, residual = torch.tensor([1.0, 2049.0, -3.0]), torch.zeros(3)
     TopK(density=0.5).encode(x, residual=residual)
     assert residual.tolist() == [1.0, 1.0, -3.0]
+    residual = torch.zeros(3)
+    TopK(k=2, value_dtype="natural").encode(x, residual=residual)
+    assert residual.tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("indices", [(5, 6), (3, 1), (2, 2), (0, 65535)], ids=str)
+@pytest.mark.parametrize("indices", [(5, 6000), (3, 1), (2, 2), (0, 65535)], ids=str)
 def test_top_k_refuses_indices_out_of_range_or_order(indices: tuple[int, int]) -> None:
-    spec = BlockSpec(shape=(6,))
+    spec = BlockSpec(shape=(6000,))
     data = torch.frombuffer(bytearray(struct.pack("<2e2H", 1.0, 2.0, *indices)), dtype=torch.uint8)
-    out = torch.full((6,), 7.0)
-    with pytest.raises(WireError, match="ascending indices below 6"):
-        TopK(density=0.4).decode(data, spec, out=out)
-    with pytest.raises(WireError, match="ascending indices below 6"):
-        TopK(density=0.4).accumulate_(out, data, spec)
+    out = torch.full((6000,), 7.0)
+    with pytest.raises(WireError, match="ascending indices below 6000"):
+        TopK(k=2).decode(data, spec, out=out)
+    with pytest.raises(WireError, match="ascending indices below 6000"):
+        TopK(k=2).accumulate_(out, data, spec)
     assert (out == 7).all()
+
+
+# --- random-k -------------------------------------------------------------------------------------------------------
+
+
+def test_random_k_draws_words_times_units() -> None:
+    """The first k different ones of floor(word * d / 2^32); where k is more than half, those are left out."""
+    key, x = Key(77, step=5, stream=2, offset=300), torch.arange(20).float()
+    drawn = list(dict.fromkeys(word * 20 >> 32 for word in words(key, 0, 1000)))
+    assert sorted(drawn) == list(range(20))
+    sent = [float(i) for i in sorted(drawn[:6])]
+    assert raw(RandomK(density=0.3, value_dtype=torch.float32).encode(x, key)) == floats(*sent)
+    sent = [float(i) for i in sorted(drawn[6:])]
+    assert raw(RandomK(density=0.7, value_dtype=torch.float32).encode(x, key)) == floats(*sent)
+
+
+def test_words_are_those_of_philox() -> None:
+    key = Key(0x0123_4567_89AB_CDEF, step=7, stream=9, offset=2**33 + 5)
+    counter = tuple(torch.tensor([value]) for value in (8, 2, 7, 9))  # 2**33 + 5 + 3
+    expected = [int(word) for word in philox_4x32_10(counter, (0x89AB_CDEF, 0x0123_4567))]
+    assert words(key, 12, 4) == expected
+    assert words(key, 13, 2) == expected[1:3]
+
+
+def test_random_k_by_blocks_pads_the_last() -> None:
+    q = RandomK(density=1.0, block=4, value_dtype=torch.float32)
+    assert raw(q.encode(torch.arange(1, 7).float(), Key(1))) == floats(1, 2, 3, 4, 5, 6, 0, 0)
+
+
+def test_rotating_takes_units_in_turn() -> None:
+    q, x = RandomK(density=0.25, rotating=True, value_dtype=torch.float32), torch.arange(10).float()
+    assert raw(q.encode(x, Key(1, step=5))) == floats(1, 5, 9)
+    assert raw(q.encode(x, Key(2, step=6))) == floats(2, 6, 0)  # k = 3; no more of these
+    q = RandomK(density=0.5, rotating=True, block=4, value_dtype=torch.float32)
+    assert raw(q.encode(x, Key(1, step=2))) == floats(0, 1, 2, 3, 8, 9, 0, 0)
+
+
+def test_scaled_values_are_multiplied() -> None:
+    q, x = RandomK(density=0.3, scaled=True), torch.full((10,), 3.0)
+    assert raw(q.encode(x, Key(1))) == raw(torch.full((3,), 3.0) * (torch.tensor(10.0) / 3))
 
 
 # --- block quantisation ---------------------------------------------------------------------------------------------
@@ -276,6 +365,9 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
+        (RandomK(density=0.01), 65536, 655 * 2 + 2),
+        (RandomK(density=0.01, block=64), 65536, 10 * 64 * 2),
+        (RandomK(density=0.01, rotating=True), 65536, 656 * 2),
     ],
     ids=lambda value: value.recipe() if hasattr(value, "recipe") else str(value),
 )

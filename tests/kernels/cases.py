@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.top_k_layout import NATURAL, VALUE_DTYPES, payload_nbytes, top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -81,10 +82,50 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
     return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
 
 
-def _top_k(dtype: torch.dtype, label: str, num_kept: Callable[[int], int]) -> Kind:
-    settings = {"dtype": dtype}
-    name = f"top_k-{dtype}-{label}".replace("torch.", "")
-    return Kind(name, "top_k", lambda n: num_kept(n) * (dtype.itemsize + 2), settings, settings, num_kept)
+def _top_k(
+    dtype: torch.dtype, label: str, num_kept: Callable[[int], int], selection: str = "exact", chunked: bool = False
+) -> Kind:
+    settings = {"dtype": dtype, "chunked": chunked}
+    number = "natural" if dtype is NATURAL else str(dtype)
+    name = f"top_k-{number}-{label}".replace("torch.", "")
+    name += (f"-{selection}" if selection != "exact" else "") + ("-chunked" if chunked else "")
+    return Kind(
+        name,
+        "top_k",
+        lambda n: payload_nbytes(top_k_layout(n, num_kept(n), dtype, chunked)),
+        {**settings, "selection": selection},
+        settings,
+        num_kept,
+        on_cuda=not chunked and selection == "exact" and dtype in (torch.float32, torch.float16),
+    )
+
+
+def _random_k(dtype: torch.dtype, density: float, block: int = 1, period: int = 0, scaled: bool = False) -> Kind:
+    decode_settings = {"dtype": dtype, "block": block, "period": period}
+
+    def num_kept(n: int) -> int:
+        num_units = -(-n // block)
+        return -(-num_units // period) if period else min(num_units, max(1, int(density * num_units)))
+
+    mask = f"1/{period}" if period else f"{density:g}"
+    return Kind(
+        f"random_k-{dtype}-{mask}-{block}{'-scaled' if scaled else ''}".replace("torch.", ""),
+        "random_k",
+        lambda n: num_kept(n) * block * dtype.itemsize,
+        {**decode_settings, "scaled": scaled},
+        decode_settings,
+        num_kept,
+        on_cuda=False,
+    )
+
+
+_KEPT: dict[str, Callable[[int], int]] = {
+    "none": lambda n: 0,
+    "one": lambda n: min(1, n),
+    "percent": lambda n: -(-n // 100),
+    "half": lambda n: n // 2,
+    "all": lambda n: n,
+}
 
 
 KINDS = [
@@ -110,17 +151,21 @@ KINDS = [
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
     ),
+    *(_top_k(dtype, label, num_kept) for dtype in VALUE_DTYPES for label, num_kept in _KEPT.items()),
     *(
-        _top_k(dtype, label, num_kept)
-        for dtype in (torch.float32, torch.float16)
-        for label, num_kept in {
-            "none": lambda n: 0,
-            "one": lambda n: min(1, n),
-            "percent": lambda n: -(-n // 100),
-            "half": lambda n: n // 2,
-            "all": lambda n: n,
-        }.items()
+        _top_k(dtype, label, _KEPT[label], selection, chunked)
+        for dtype, chunked in ((torch.float32, False), (NATURAL, True))
+        for label in ("percent", "half", "all")
+        for selection in ("exact", "sampled", "bisect")
+        if chunked or selection != "exact"
     ),
+    _top_k(torch.float16, "percent", _KEPT["percent"], chunked=True),
+    *(_random_k(torch.float32, density) for density in (0.0, 0.01, 0.5, 0.8, 1.0)),
+    *(_random_k(dtype, 0.1, block) for dtype in (torch.float16, torch.bfloat16) for block in (1, 33)),
+    _random_k(torch.float32, 0.3, 7, scaled=True),
+    _random_k(torch.float32, 0.1, scaled=True),
+    _random_k(torch.float16, 0.0, 1, period=10),
+    _random_k(torch.float32, 0.0, 64, period=3),
 ]
 
 LENGTHS = [0, 1, 2, 7, 8, 9, 127, 128, 129, 511, 512, 513, 1000, 4096, 65535, 65536]
@@ -198,8 +243,8 @@ def round_trip(
     assert bool((buffer[: 4 * shift] == GUARD).all())
     assert bool((buffer[4 * shift + nbytes :] == GUARD).all())
     replaced, accumulated = torch.full((n,), 1.25, device=device), torch.full((n,), 1.25, device=device)
-    kind.decode(kernels, [DecodeJob(out, replaced)])
-    kind.decode(kernels, [DecodeJob(out, accumulated, alpha)])
+    kind.decode(kernels, [DecodeJob(out, replaced, None, key)])
+    kind.decode(kernels, [DecodeJob(out, accumulated, alpha, key)])
     return Encoded(finite, out.cpu(), None if residual is None else residual.cpu(), replaced.cpu(), accumulated.cpu())
 
 

@@ -10,6 +10,7 @@ from cases import KINDS, LENGTHS, VALUES, Kind, round_trip
 from thinwire.errors import WireError
 from thinwire.kernels import reference
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.top_k_layout import payload_nbytes, top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -75,10 +76,73 @@ def test_stochastic_rounding_is_unbiased(kernels: ModuleType) -> None:
 
 def test_top_k_takes_the_lowest_index_of_equals(kernels: ModuleType) -> None:
     x = torch.tensor([1.0, -2.0, 2.0, 0.5, -2.0, 2.0, 3.0])
-    out, decoded = torch.zeros(18 + 2, dtype=torch.uint8), torch.zeros(7)
+    out, decoded = torch.zeros(13 + 3, dtype=torch.uint8), torch.zeros(7)
     kernels.encode_top_k([EncodeJob(x, out)], k=[3], dtype=torch.float32)
     kernels.decode_top_k([DecodeJob(out, decoded)], k=[3], dtype=torch.float32)
     assert decoded.tolist() == [0.0, -2.0, 2.0, 0.0, 0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("values", ["normal", "heavy_tailed", "mixed_scale", "ties", "constant", "tiny"])
+def test_bisection_only_errs_among_values_that_are_nearly_equal(kernels: ModuleType, values: str) -> None:
+    x, k = VALUES[values](20_000), 300
+    out, sent = torch.zeros(6 * k, dtype=torch.uint8), torch.zeros(20_000)
+    kernels.encode_top_k([EncodeJob(x, out)], k=[k], dtype=torch.float32, selection="bisect")
+    kernels.decode_top_k([DecodeJob(out, sent)], k=[k], dtype=torch.float32)
+    assert int((sent != 0).sum()) == k
+    assert sent.abs()[sent != 0].min() * (1 + 2.0**-8) > (x - sent).abs().max()
+
+
+def test_a_sample_comes_near_the_largest(kernels: ModuleType) -> None:
+    x, k = torch.randn(65536), 655
+    out, sent = torch.zeros(6 * k + 2, dtype=torch.uint8), torch.zeros(65536)
+    kernels.encode_top_k([EncodeJob(x, out)], k=[k], dtype=torch.float32, selection="sampled")
+    kernels.decode_top_k([DecodeJob(out, sent)], k=[k], dtype=torch.float32)
+    best = x.abs().sort(descending=True).values[:k]
+    assert int((sent != 0).sum()) == k
+    assert float(sent.square().sum()) > 0.95 * float(best.square().sum())
+
+
+def test_natural_codes(kernels: ModuleType) -> None:
+    """A sign and an exponent: nearest power of two, half-way up; small values vanish, large ones overflow."""
+    x = torch.tensor(
+        [1.0, -1.0, 1.4999, 1.5, -2.9, 3.0, 0.0, -0.0, 2.0**-90, 0.75 * 2.0**-90, 0.74 * 2.0**-90, 2.0**36]
+    )
+    n, out = x.numel(), torch.zeros(16, dtype=torch.uint8)
+    assert kernels.encode_top_k([EncodeJob(x, out)], k=[n], dtype=torch.uint8) == [True]
+    assert out[:n].tolist() == [91, 128 + 91, 91, 92, 128 + 92, 93, 0, 0, 1, 1, 0, 127]
+    decoded = torch.zeros(n)
+    kernels.decode_top_k([DecodeJob(out, decoded)], k=[n], dtype=torch.uint8)
+    assert decoded.tolist() == [1, -1, 1, 2, -2, 4, 0, 0, 2.0**-90, 2.0**-90, 0, 2.0**36]
+    for largest, finite in ((1.4999 * 2.0**36, True), (1.5 * 2.0**36, False)):
+        assert kernels.encode_top_k([EncodeJob(torch.tensor([largest]), out)], k=[1], dtype=torch.uint8) == [finite]
+    # A sign without a magnitude, which no encoder writes, is 0 too.
+    negative_zero = torch.tensor([0, 0, 128, 0], dtype=torch.uint8)
+    kernels.decode_top_k([DecodeJob(negative_zero, decoded[:1])], k=[1], dtype=torch.uint8)
+    assert decoded[0].item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "chunked", "parts", "nbytes"),
+    [
+        (65536, 655, torch.float16, False, ("values", "indices"), 2620),
+        (65536, 655, torch.float16, True, ("values", "counts", "packed"), 2328),
+        (65536, 4096, torch.float32, False, ("values", "indices"), 24576),  # as small as a bitmap
+        (65536, 4097, torch.float32, False, ("values", "bitmap"), 24580),
+        (4096, 40, torch.float16, False, ("values", "packed"), 140),
+        (4097, 40, torch.float16, False, ("values", "indices"), 160),
+        (4096, 1, torch.float16, False, ("values", "indices"), 4),
+        (4096, 400, torch.float16, False, ("values", "bitmap"), 1312),
+        (65536, 655, torch.uint8, False, ("indices", "values"), 1968),
+        (65536, 655, torch.uint8, True, ("counts", "values", "packed"), 1672),
+        (0, 0, torch.float16, False, ("values", "indices"), 0),
+    ],
+)  # fmt: skip
+def test_the_smallest_form_of_indices_is_taken(
+    n: int, k: int, dtype: torch.dtype, chunked: bool, parts: tuple[str, ...], nbytes: int
+) -> None:
+    layout = top_k_layout(n, k, dtype, chunked)
+    assert tuple(part.name for part in layout.parts) == parts
+    assert layout.nbytes == nbytes
 
 
 def test_one_bit_of_zeros_is_positive(kernels: ModuleType) -> None:
@@ -87,18 +151,74 @@ def test_one_bit_of_zeros_is_positive(kernels: ModuleType) -> None:
     assert encoded.replaced.tolist() == [1.0, 1.0, -1.0, 1.0]
 
 
+def _16_bit(indices: list[int]) -> torch.Tensor:
+    return torch.tensor(indices).to(torch.int16).view(torch.uint8)
+
+
 @pytest.mark.parametrize(
     "indices",
-    [[5, 4, 6], [4, 4, 6], [1, 2, 100], [1, 2, 65535], [100, 5, 6], [65535, 0, 1], [1, 40000, 2]],
+    [[5, 4, 6], [4, 4, 6], [1, 2, 5000], [1, 2, 65535], [5000, 5, 6], [65535, 0, 1], [1, 40000, 2]],
 )
 def test_corrupt_indices_raise_and_write_nothing(kernels: ModuleType, indices: list[int]) -> None:
     values = torch.tensor([1.0, 2.0, 3.0]).view(torch.uint8)
-    data = torch.cat([values, torch.tensor(indices).to(torch.int16).view(torch.uint8), values[:2]])
+    _refused(kernels, torch.cat([values, _16_bit(indices), values[:2]]), 5000, k=3)
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[0, 1, 2, 4, 3, 5, 6, 7], [0, 1, 2, 3, 3, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 100], [4095, 1, 2, 3, 4, 5, 6, 7]],
+    ids=["order", "equal", "range", "both"],
+)
+def test_corrupt_packed_indices_raise_and_write_nothing(kernels: ModuleType, indices: list[int]) -> None:
+    values, pairs = torch.ones(8, dtype=torch.float16).view(torch.uint8), zip(indices[::2], indices[1::2], strict=True)
+    packed = b"".join((low | high << 12).to_bytes(3, "little") for low, high in pairs)
+    _refused(kernels, torch.cat([values, torch.tensor(list(packed), dtype=torch.uint8)]), 100, k=8, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "bitmap", [[0b11, 0], [0b1111, 0], [0b11, 0b100], [0, 0]], ids=["few", "many", "range", "none"]
+)
+def test_corrupt_bitmaps_raise_and_write_nothing(kernels: ModuleType, bitmap: list[int]) -> None:
+    values = torch.ones(3).view(torch.uint8)
+    _refused(kernels, torch.cat([values, torch.tensor(bitmap, dtype=torch.uint8)]), 10, k=3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "packed"),
+    [
+        ([3, 1], [1, 0x20, 0, 3, 0]),  # four
+        ([2, 0], [1, 0x20, 0, 3, 0]),  # two
+        ([65535, 4], [1, 0x20, 0, 3, 0]),
+        ([2, 1], [2, 0x10, 0, 3, 0]),  # out of order
+        ([2, 1], [1, 0x20, 0, 0xFF, 0xF]),  # beyond the end
+        ([0, 3], [1, 0x20, 0, 9, 0]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_corrupt_chunks_raise_and_write_nothing(kernels: ModuleType, counts: list[int], packed: list[int]) -> None:
+    values = torch.ones(3).view(torch.uint8)
+    data = torch.cat([values, _16_bit(counts), torch.tensor(packed, dtype=torch.uint8)])
+    _refused(kernels, data, 4100, k=3, chunked=True)
+
+
+def _refused(
+    kernels: ModuleType,
+    data: torch.Tensor,
+    n: int,
+    *,
+    k: int,
+    dtype: torch.dtype = torch.float32,
+    chunked: bool = False,
+) -> None:
+    good, bad = torch.full((4 * n,), 7.0), torch.full((n,), 7.0)
+    fine = torch.zeros(align(payload_nbytes(top_k_layout(4 * n, k, dtype, chunked))), dtype=torch.uint8)
+    kernels.encode_top_k([EncodeJob(torch.randn(4 * n), fine)], k=[k], dtype=dtype, chunked=chunked)
     for alpha in (None, 0.5):
-        out = torch.full((100,), 7.0)
-        with pytest.raises(WireError, match="ascending indices below 100"):
-            kernels.decode_top_k([DecodeJob(data, out, alpha)], k=[3], dtype=torch.float32)
-        assert bool((out == 7.0).all())
+        jobs = [DecodeJob(fine, good, alpha), DecodeJob(data, bad, alpha)]
+        with pytest.raises(WireError, match=f"{k} ascending indices below {n}"):
+            kernels.decode_top_k(jobs, k=[k, k], dtype=dtype, chunked=chunked)
+        assert bool((good == 7.0).all())
+        assert bool((bad == 7.0).all())
 
 
 def test_the_reference_sums_in_its_tree() -> None:

@@ -35,9 +35,9 @@ def test_wrong_tensors(native: ModuleType, kind: Kind) -> None:
     with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
         kind.encode(native, [EncodeJob(x, out, key=KEY)], threads=0)
     with pytest.raises(ValueError, match=r"out: expected a contiguous torch\.float32"):
-        kind.decode(native, [DecodeJob(out, x.double())])
+        kind.decode(native, [DecodeJob(out, x.double(), key=KEY)])
     with pytest.raises(ValueError, match=r"data: expected a contiguous torch\.uint8"):
-        kind.decode(native, [DecodeJob(out.view(torch.int8), x)])
+        kind.decode(native, [DecodeJob(out.view(torch.int8), x, key=KEY)])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
@@ -47,7 +47,7 @@ def test_data_cut_short(native: ModuleType, kind: Kind) -> None:
         pytest.skip("nothing is sent")
     short = torch.zeros(kind.nbytes(64) - 1, dtype=torch.uint8)
     with pytest.raises(WireError, match=f"at least {kind.nbytes(64)} bytes for 64 elements, got {short.numel()}"):
-        kind.decode(native, [DecodeJob(short, out)])
+        kind.decode(native, [DecodeJob(short, out, key=KEY)])
     assert bool((out == 7.0).all())
 
 
@@ -55,6 +55,30 @@ def test_stochastic_needs_a_key(native: ModuleType) -> None:
     job = EncodeJob(torch.randn(4), torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="needs a key"):
         native.encode_block_quant([job], bits=8, block=512, stochastic=True)
+
+
+def test_drawing_needs_keys(native: ModuleType) -> None:
+    x, out = torch.randn(4), torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="needs a key"):
+        native.encode_random_k([EncodeJob(x, out)], k=[2], dtype=torch.float32)
+    with pytest.raises(AssertionError, match="needs a key"):
+        native.decode_random_k([DecodeJob(out, x)], k=[2], dtype=torch.float32)
+
+
+def test_units_out_of_range(native: ModuleType) -> None:
+    encode, decode = (
+        EncodeJob(torch.randn(8), torch.zeros(100, dtype=torch.uint8), key=KEY),
+        DecodeJob(torch.zeros(100, dtype=torch.uint8), torch.zeros(8), key=KEY),
+    )
+    for k, settings, least, most in ((9, {}, 0, 8), (-1, {}, 0, 8), (3, {"block": 4}, 0, 2), (3, {"period": 2}, 4, 8)):
+        with pytest.raises(ValueError, match=f"k between {least} and {most}, got {k}"):
+            native.encode_random_k([encode], k=[k], dtype=torch.float32, **settings)
+        with pytest.raises(ValueError, match=f"k between {least} and {most}, got {k}"):
+            native.decode_random_k([decode], k=[k], dtype=torch.float32, **settings)
+    with pytest.raises(ValueError, match="block from 1 to 65536"):
+        native.encode_random_k([encode], k=[1], dtype=torch.float32, block=0)
+    with pytest.raises(ValueError, match="dtype: expected one of"):
+        native.decode_random_k([decode], k=[1], dtype=torch.uint8)
 
 
 def test_settings_out_of_range(native: ModuleType) -> None:
@@ -70,7 +94,9 @@ def test_settings_out_of_range(native: ModuleType) -> None:
     with pytest.raises(ValueError, match="dtype: expected one of"):
         native.encode_cast([EncodeJob(x, out)], dtype=torch.float64)
     with pytest.raises(ValueError, match="dtype: expected one of"):
-        native.encode_top_k([EncodeJob(x, out)], k=[1], dtype=torch.bfloat16)
+        native.encode_top_k([EncodeJob(x, out)], k=[1], dtype=torch.int8)
+    with pytest.raises(ValueError, match="selection: expected one of exact, sampled, bisect, got 'random'"):
+        native.encode_top_k([EncodeJob(x, out)], k=[1], dtype=torch.float32, selection="random")
     for k in (-1, 9):
         with pytest.raises(ValueError, match=f"expected k between 0 and 8, got {k}"):
             native.encode_top_k([EncodeJob(x, out)], k=[k], dtype=torch.float32)
@@ -89,11 +115,22 @@ def test_a_bad_index_is_named_and_no_job_is_written(native: ModuleType) -> None:
         return torch.cat([values, torch.tensor(indices).to(torch.int16).view(torch.uint8)])
 
     for threads in (1, 2):
-        outs = [torch.full((50,), 7.0), torch.full((50,), 7.0)]
+        outs = [torch.full((5000,), 7.0), torch.full((5000,), 7.0)]
         jobs = [DecodeJob(data([1, 2, 3, 4]), outs[0]), DecodeJob(data([1, 9, 8, 60]), outs[1])]
         with pytest.raises(WireError, match="index number 2 of job 1 is 8 after 9"):
             native.decode_top_k(jobs, k=[4, 4], dtype=torch.float32, threads=threads)
         assert all(bool((out == 7.0).all()) for out in outs)
+
+
+def test_a_bitmap_or_counts_of_too_many_are_named(native: ModuleType) -> None:
+    values, out = torch.ones(4).view(torch.uint8), torch.full((8,), 7.0)
+    bitmap = torch.cat([values, torch.tensor([0b11111, 0, 0, 0], dtype=torch.uint8)])
+    with pytest.raises(WireError, match="expected 4 ascending indices below 8; job 0 has 5"):
+        native.decode_top_k([DecodeJob(bitmap, out)], k=[4], dtype=torch.float32)
+    counts = torch.cat([values, torch.tensor([3, 0, 0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)])
+    with pytest.raises(WireError, match="expected 4 ascending indices below 8; job 0 has 3"):
+        native.decode_top_k([DecodeJob(counts, out)], k=[4], dtype=torch.float32, chunked=True)
+    assert bool((out == 7.0).all())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
@@ -104,7 +141,7 @@ def test_random_bytes_never_write_outside(native: ModuleType, kind: Kind) -> Non
             data = torch.randint(0, 256, (align(kind.nbytes(n)),), generator=generator).to(torch.uint8)
             guarded = torch.full((n + 16,), 7.0)
             try:
-                kind.decode(native, [DecodeJob(data, guarded[8 : 8 + n], 0.5)])
+                kind.decode(native, [DecodeJob(data, guarded[8 : 8 + n], 0.5, KEY)])
             except WireError:
                 assert kind.name == "top_k"
                 assert bool((guarded == 7.0).all())

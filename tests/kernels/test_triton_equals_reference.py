@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, misaligned, round_trip
 
-from thinwire.errors import WireError
+from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import reference
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.random import Key
@@ -253,6 +253,13 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
             assert bool((guarded == 7.0).all())
         assert bool((guarded[:8] == 7.0).all())
         assert bool((guarded[8 + n :] == 7.0).all())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if not kind.on_cuda], ids=lambda kind: kind.label)
+def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType, kind: Kind) -> None:
+    x, out = torch.ones(9, device=DEVICE), torch.zeros(100, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+        kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")

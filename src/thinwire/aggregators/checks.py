@@ -23,6 +23,15 @@ def check_feedback(compressor: Compressor, feedback: ErrorFeedback | None) -> No
         )
 
 
+def check_one_mask(up: Compressor, down: Compressor) -> None:
+    """Raise `RecipeError` where both hops draw one mask and scale for what it leaves out: the mean would be biased."""
+    if up.shared_key and down.shared_key and isinstance(down.contract(_TYPICAL), Unbiased):
+        raise RecipeError(
+            f"{down.recipe()}: both hops share one mask, and what comes up is scaled for it already; expected it in "
+            "one hop, as in 'gather/', or unscaled with feedback"
+        )
+
+
 def keeps_residual(compressor: Compressor, feedback: ErrorFeedback | None) -> bool:
     """Return whether this side has anything to remember: feedback is on and the compressor is not exact."""
     contract = compressor.contract(_TYPICAL)

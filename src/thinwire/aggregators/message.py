@@ -13,7 +13,7 @@ from thinwire.aggregators.header import bitmap, names_in, read_header, write_hea
 from thinwire.aggregators.undo import Undo
 from thinwire.compressors import Compressor
 from thinwire.kernels import DecodeBatch, EncodeBatch
-from thinwire.random import OWNER_STREAM, Key
+from thinwire.random import OWNER_STREAM, SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
 
 MEAN = -1  # stands for "the mean over ranks" where a rank is named
@@ -139,7 +139,7 @@ class Message:
         if section not in self._decodes:
             self._decodes[section] = self._prepare_decode(section)
         for group, batch in self._decodes[section]:
-            batch.at(data, alpha=1.0 if accumulate else None)
+            batch.at(data, step=self.step, alpha=1.0 if accumulate else None)
             group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
         self.decode_s += time.perf_counter() - started
 
@@ -151,17 +151,24 @@ class Message:
         stream = OWNER_STREAM if section.down else self.rank
         prepared: list[tuple[_Group, EncodeBatch]] = []
         for group, starts, nbytes in self._groups(section):
-            blocks = [self.blocks[place] for place in group.places]
-            keys = [Key(b.partition.key, 0, stream, b.partition.offset) for b in blocks]
+            values = [self.blocks[place].value for place in group.places]
+            keys = self._keys(group, SHARED_STREAM if group.compressor.shared_key else stream)
             owed = [residuals[place] for place in group.places]
-            prepared.append((group, EncodeBatch([b.value for b in blocks], owed, keys, starts, nbytes)))
+            prepared.append((group, EncodeBatch(values, owed, keys, starts, nbytes)))
         return Undo([(place, r) for place, r in residuals.items() if r is not None]), prepared
 
     def _prepare_decode(self, section: Section) -> list[tuple[_Group, DecodeBatch]]:
-        return [
-            (group, DecodeBatch([self.blocks[place].value for place in group.places], starts, nbytes))
-            for group, starts, nbytes in self._groups(section)
-        ]
+        prepared: list[tuple[_Group, DecodeBatch]] = []
+        for group, starts, nbytes in self._groups(section):
+            values = [self.blocks[place].value for place in group.places]
+            keys = self._keys(group, SHARED_STREAM) if group.compressor.shared_key else None
+            prepared.append((group, DecodeBatch(values, starts, nbytes, keys)))
+        return prepared
+
+    def _keys(self, group: _Group, stream: int) -> list[Key]:
+        """Return what the blocks of a group draw from; the step is set as each begins."""
+        partitions = [self.blocks[place].partition for place in group.places]
+        return [Key(partition.key, 0, stream, partition.offset) for partition in partitions]
 
     def _groups(self, section: Section) -> Iterable[tuple[_Group, list[int], list[int]]]:
         """Yield the blocks of a section by compressor, with the first byte and the size of each."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback
+from thinwire.aggregators.checks import check_feedback, check_one_mask
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
@@ -33,7 +33,8 @@ class TwoShot(Aggregator):
         feedback: required where a compressor's contraction is below 0.9 or has no contract; refused for unbiased kinds.
 
     Raises:
-        RecipeError: feedback is missing where it is required, or given where it diverges.
+        RecipeError: feedback is missing where it is required, or given where it diverges; or one mask, shared by both
+            hops, would be scaled for twice.
 
     Example:
         >>> TwoShot(up=TopK(density=0.01), down=TopK(density=0.01), feedback=ErrorFeedback()).recipe()
@@ -52,6 +53,7 @@ class TwoShot(Aggregator):
     def __post_init__(self) -> None:
         check_feedback(self.up, self.feedback)
         check_feedback(self.down, self.feedback)
+        check_one_mask(self.up, self.down)
 
     def recipe(self) -> str:
         """The compressor's name, or `up+down` where they differ."""

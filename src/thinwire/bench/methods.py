@@ -49,7 +49,8 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
         return chosen
     if method.startswith("ddp"):
         return 4.0
-    fast, few_bytes = rate_bps is None or rate_bps >= FAST_BPS, any(kind in method for kind in ("topk", "onebit"))
+    fast = rate_bps is None or rate_bps >= FAST_BPS
+    few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit"))
     if few_bytes:
         return 25.0 if fast else 8.0
     return 8.0 if fast else 1.0

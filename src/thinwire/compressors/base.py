@@ -55,6 +55,11 @@ class Compressor(ABC):
         """Whether encoding draws random numbers, and so needs a key."""
         return False
 
+    @property
+    def shared_key(self) -> bool:
+        """Whether decoding draws the same numbers again, so that all ranks must use the same key on both hops."""
+        return False
+
     def nbytes(self, spec: BlockSpec) -> int:
         """Return the encoded size in bytes."""
         return self.layout(spec).nbytes
@@ -88,7 +93,7 @@ class Compressor(ABC):
             RecipeError: a stochastic compressor was given no key.
         """
         if self.stochastic and key is None:
-            raise RecipeError(f"{self.recipe()} rounds stochastically: pass key=Key(...)")
+            raise RecipeError(f"{self.recipe()} draws random numbers: pass key=Key(...)")
         spec = BlockSpec(shape=tuple(x.shape), dtype=x.dtype)
         layout = self.layout(spec)
         if out is None:
@@ -106,27 +111,39 @@ class Compressor(ABC):
             residual.copy_(work.view_as(residual))
         return out
 
-    def decode(self, data: Tensor, spec: BlockSpec, *, out: Tensor | None = None) -> Tensor:
+    def decode(self, data: Tensor, spec: BlockSpec, key: Key | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return the block that `data` stands for, float32, in the shape of `spec`.
+
+        `key` is the one it was encoded with; required where `shared_key`, unused by other kinds.
 
         Raises:
             WireError: `data` is not an encoding of such a block.
+            RecipeError: a kind with a shared key was given none.
         """
+        self._check_key(key)
         self.layout(spec).check(data, f"{self.recipe()} decode")
         if out is None:
             out = torch.empty(spec.shape, dtype=torch.float32, device=data.device)
-        self.decode_jobs([DecodeJob(data, self._checked_output(out, spec), None)], [spec])
+        self.decode_jobs([DecodeJob(data, self._checked_output(out, spec), None, key)], [spec])
         return out
 
-    def accumulate_(self, acc: Tensor, data: Tensor, spec: BlockSpec, *, alpha: float = 1.0) -> Tensor:
+    def accumulate_(
+        self, acc: Tensor, data: Tensor, spec: BlockSpec, key: Key | None = None, *, alpha: float = 1.0
+    ) -> Tensor:
         """Add alpha * decode(data) to `acc` (contiguous float32) in one pass and return it.
 
         Raises:
             WireError: `data` is not an encoding of such a block.
+            RecipeError: a kind with a shared key was given none.
         """
+        self._check_key(key)
         self.layout(spec).check(data, f"{self.recipe()} accumulate_")
-        self.decode_jobs([DecodeJob(data, self._checked_output(acc, spec), alpha)], [spec])
+        self.decode_jobs([DecodeJob(data, self._checked_output(acc, spec), alpha, key)], [spec])
         return acc
+
+    def _check_key(self, key: Key | None) -> None:
+        if self.shared_key and key is None:
+            raise RecipeError(f"{self.recipe()} draws the numbers of its encoder again: pass key=Key(...)")
 
     def _checked_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         if residual.dtype != torch.float32 or residual.numel() != x.numel() or not residual.is_contiguous():

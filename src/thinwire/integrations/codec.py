@@ -64,7 +64,7 @@ class _Block:
 
     def sum_up(self, world_size: int) -> None:
         for source in range(world_size):
-            job = DecodeJob(self._sent, self._value, 1.0 if source else None)
+            job = DecodeJob(self._sent, self._value, 1.0 if source else None, self._key)
             self._up.decode_jobs([job], self._specs, threads=self._threads)
 
     def encode_down(self) -> None:
@@ -72,4 +72,6 @@ class _Block:
         self._down.encode_jobs([job], self._specs, threads=self._threads)
 
     def decode_down(self) -> None:
-        self._down.decode_jobs([DecodeJob(self._mean, self._value, None)], self._specs, threads=self._threads)
+        self._down.decode_jobs(
+            [DecodeJob(self._mean, self._value, None, self._key)], self._specs, threads=self._threads
+        )

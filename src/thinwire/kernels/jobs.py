@@ -31,6 +31,7 @@ class DecodeJob(NamedTuple):
     data: Tensor  # (layout.nbytes,) uint8
     out: Tensor  # (n,) float32, contiguous
     alpha: float | None = None
+    key: Key | None = None  # kinds with a shared key only
 
 
 class Batch:
@@ -96,23 +97,33 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
     def __getitem__(self, index: int | slice) -> EncodeJob | Sequence[EncodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        key = self._keys[index]
-        key = Key(key.key, self.step, key.stream, key.offset)
+        key = _at_step(self._keys[index], self.step)
         return EncodeJob(self._xs[index], self._block(index), self._residuals[index], self.residual_scales[index], key)
 
 
 class DecodeBatch(Batch, Sequence[DecodeJob]):
     """Decode jobs that recur. Keeps `outs` alive; call `at` before each use."""
 
-    def __init__(self, outs: Sequence[Tensor], starts: Sequence[int], nbytes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        outs: Sequence[Tensor],
+        starts: Sequence[int],
+        nbytes: Sequence[int],
+        keys: Sequence[Key] | None = None,
+    ) -> None:
         super().__init__(starts, nbytes)
         self.alpha: float | None = None
-        self._outs = outs
+        self.step = 0
+        self._outs, self._keys = outs, keys
 
-    def at(self, data: Tensor, *, alpha: float | None = None) -> None:
-        """Set what is new: the buffer that bytes come from, and whether to add."""
+    def at(self, data: Tensor, *, step: int = 0, alpha: float | None = None) -> None:
+        """Set what is new: the buffer that bytes come from, the step that keys random streams, and whether to add."""
         self._move(data)
-        self.alpha = alpha
+        self.step, self.alpha = step, alpha
+
+    def keys(self) -> list[Key | None]:
+        """Return the key of every job in this step."""
+        return [None] * len(self) if self._keys is None else [_at_step(key, self.step) for key in self._keys]
 
     @overload
     def __getitem__(self, index: int) -> DecodeJob: ...
@@ -121,4 +132,9 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
     def __getitem__(self, index: int | slice) -> DecodeJob | Sequence[DecodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return DecodeJob(self._block(index), self._outs[index], self.alpha)
+        key = None if self._keys is None else _at_step(self._keys[index], self.step)
+        return DecodeJob(self._block(index), self._outs[index], self.alpha, key)
+
+
+def _at_step(key: Key, step: int) -> Key:
+    return Key(key.key, step, key.stream, key.offset)

@@ -14,6 +14,10 @@ from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
+from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.native_top_k import decode_top_k as decode_top_k
+from thinwire.kernels.native_top_k import encode_top_k as encode_top_k
 
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -78,28 +82,3 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
     """Set value = +scale where the bit is 0, -scale where it is 1."""
     packing.check_threads(threads)
     _native.decode_one_bit(packing.pack_decode(jobs, packing.one_bit_nbytes), threads)
-
-
-# --- top-k ----------------------------------------------------------------------------------------------------------
-
-
-def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
-    """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index."""
-    packing.check_threads(threads)
-    packing.check_top_k(dtype, jobs, k, encode=True)
-    packed = packing.pack_encode(jobs, packing.top_k_nbytes(dtype), k)
-    return packing.flags(_native.encode_top_k(packed, _NUMBERS[dtype], threads))
-
-
-def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> None:
-    """Scatter the values; every other element is zero.
-
-    Raises:
-        WireError: an index is out of range or out of order, in any job. Nothing was written.
-    """
-    packing.check_threads(threads)
-    packing.check_top_k(dtype, jobs, k, encode=False)
-    bad = _native.decode_top_k(packing.pack_decode(jobs, packing.top_k_nbytes(dtype), k), _NUMBERS[dtype], threads)
-    if bad is not None:
-        which, place = bad
-        raise packing.bad_index(jobs[which], k[which], dtype, which, place)

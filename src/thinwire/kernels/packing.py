@@ -16,10 +16,12 @@ from torch import Tensor
 from thinwire.errors import WireError
 from thinwire.kernels.codes import blocks_nbytes
 from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels.top_k_layout import MAX_NUMEL, payload_nbytes, top_k_layout
 
 ENCODE_JOB = struct.Struct("<7Q2IfI")
 DECODE_JOB = struct.Struct("<3Qf3I")
 FINITE_JOB = struct.Struct("<2Q")
+STREAM = struct.Struct("<2Q2I")
 
 # The same structs as arrays, for batches; named are the fields that change from step to step.
 _ENCODE_ROW = np.dtype(
@@ -38,8 +40,8 @@ _DECODE_ROW = np.dtype(
 )
 assert (_ENCODE_ROW.itemsize, _DECODE_ROW.itemsize) == (ENCODE_JOB.size, DECODE_JOB.size)
 
+MAX_BLOCK = 65536
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
-_TOP_K_MAX = 65536  # 16-bit indices
 
 PayloadNbytes = Callable[[int, int], int]  # (n, k) -> bytes that a kernel writes or reads
 
@@ -96,21 +98,44 @@ def check_keys(jobs: Sequence[EncodeJob]) -> None:
 
 
 def check_top_k(
-    dtype: torch.dtype, jobs: Sequence[EncodeJob] | Sequence[DecodeJob], k: Sequence[int], *, encode: bool
+    dtype: torch.dtype,
+    jobs: Sequence[EncodeJob] | Sequence[DecodeJob],
+    k: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    chunked: bool,
+    encode: bool,
 ) -> None:
-    """Raise where indices have no room in 16 bits, or where k is none of n."""
-    check_dtype(dtype, torch.float32, torch.float16)
-    if isinstance(jobs, Batch) and jobs.packed_for == _purpose(top_k_nbytes(dtype), k):
+    """Raise where values have no such dtype, where indices have no room in 16 bits, or where k is none of n."""
+    check_dtype(dtype, *dtypes)
+    if isinstance(jobs, Batch) and jobs.packed_for == _purpose(top_k_nbytes(dtype, chunked), k):
         return  # checked when it was packed
     lengths = [(job.x if isinstance(job, EncodeJob) else job.out).numel() for job in jobs]
     longest = max(lengths, default=0)
-    if longest > _TOP_K_MAX:
-        raise ValueError(f"top-k: expected at most {_TOP_K_MAX} elements (16-bit indices), got {longest}")
+    if longest > MAX_NUMEL:
+        raise ValueError(f"top-k: expected at most {MAX_NUMEL} elements (16-bit indices), got {longest}")
     for n, num_kept in zip(lengths, k, strict=True):
         if encode and not 0 <= num_kept <= n:
             raise ValueError(f"top-k: expected k between 0 and {n}, got {num_kept}")
         if num_kept < 0:
             raise ValueError(f"top-k: expected k of at least 0, got {num_kept}")
+
+
+def check_random_k(
+    jobs: Sequence[EncodeJob] | Sequence[DecodeJob], k: Sequence[int], dtype: torch.dtype, block: int, period: int
+) -> None:
+    """Raise where there are no such units, or where k is not how many of them are sent."""
+    if not 1 <= block <= MAX_BLOCK or period < 0:
+        raise ValueError(
+            f"random-k: expected a block from 1 to {MAX_BLOCK} and a period of at least 0, got {block} and {period}"
+        )
+    if isinstance(jobs, Batch) and jobs.packed_for == (random_k_nbytes(dtype, block), tuple(k)) and not period:
+        return  # checked when it was packed
+    for job, num_kept in zip(jobs, k, strict=True):
+        num_units = -(-(job.x if isinstance(job, EncodeJob) else job.out).numel() // block)
+        least = -(-num_units // period) if period else 0
+        if not least <= num_kept <= num_units:
+            raise ValueError(f"random-k: expected k between {least} and {num_units}, got {num_kept}")
 
 
 # --- payloads -------------------------------------------------------------------------------------------------------
@@ -140,9 +165,15 @@ def one_bit_nbytes(n: int, _: int) -> int:
 
 
 @functools.cache
-def top_k_nbytes(dtype: torch.dtype) -> PayloadNbytes:
+def top_k_nbytes(dtype: torch.dtype, chunked: bool) -> PayloadNbytes:
     """Return the payload of `encode_top_k`."""
-    return lambda _, num_kept: num_kept * (dtype.itemsize + 2)
+    return lambda n, num_kept: payload_nbytes(top_k_layout(n, num_kept, dtype, chunked))
+
+
+@functools.cache
+def random_k_nbytes(dtype: torch.dtype, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_random_k`."""
+    return lambda _, num_kept: num_kept * block * dtype.itemsize
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -215,7 +246,7 @@ def pack_decode(
         return jobs.packed.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
-    for (data, out, alpha), num_kept in pairs:
+    for (data, out, alpha, _), num_kept in pairs:
         n = out.numel()
         _check(data, torch.uint8, "data", device)
         _check(out, torch.float32, "out", device)
@@ -228,6 +259,16 @@ def pack_decode(
         packed.append(
             DECODE_JOB.pack(data.data_ptr(), out.data_ptr(), n, 0.0 if replace else alpha, not replace, num_kept, 0)
         )
+    return b"".join(packed)
+
+
+def pack_streams(jobs: Sequence[DecodeJob]) -> bytes:
+    """Pack the streams that decoders of kinds with a shared key draw from."""
+    keys = jobs.keys() if isinstance(jobs, DecodeBatch) else [job.key for job in jobs]
+    packed: list[bytes] = []
+    for key in keys:
+        assert key is not None, "decoding draws random numbers: it needs a key"
+        packed.append(STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32))
     return b"".join(packed)
 
 
@@ -247,14 +288,3 @@ def pack_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -
         _check(x, torch.float32, "tensor", device)
         packed.append(FINITE_JOB.pack(x.data_ptr(), x.numel()))
     return b"".join(packed)
-
-
-def bad_index(job: DecodeJob, num_kept: int, dtype: torch.dtype, which: int, place: int) -> WireError:
-    """Return the error that names index number `place` of job number `which`."""
-    start = num_kept * dtype.itemsize
-    indices = job.data[start : start + 2 * num_kept].view(torch.int16).to(torch.int32) & 0xFFFF
-    before = f" after {int(indices[place - 1])}" if place else ""
-    return WireError(
-        f"top-k: expected {num_kept} ascending indices below {job.out.numel()}; index number {place} of "
-        f"job {which} is {int(indices[place])}{before}"
-    )

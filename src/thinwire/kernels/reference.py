@@ -1,4 +1,4 @@
-"""Every kernel in plain torch. This file is the specification: other backends give the same bytes.
+"""Every kernel in plain torch. This file and reference_*.py are the specification: other backends give the same bytes.
 
 Rules that make byte equality possible: sums for scales run in one fixed tree (`tree_sum`); a product and a sum are two
 roundings (no fused multiply-add); rounding is to nearest, ties to even; divisions are IEEE divisions, never products
@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.errors import WireError
 from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
+from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
+from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
+from thinwire.kernels.reference_top_k import decode_top_k as decode_top_k
+from thinwire.kernels.reference_top_k import encode_top_k as encode_top_k
 from thinwire.random import uniform
 
 
@@ -137,46 +140,3 @@ def decode_one_bit(jobs: Sequence[DecodeJob], *, threads: int = 1) -> None:
         shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
         negative = ((packed[:, None] >> shifts) & 1).view(-1)[:n].bool()
         deliver(job, torch.where(negative, -scale, scale))
-
-
-# --- top-k: 16-bit indices in ascending order, then their values ----------------------------------------------------
-
-
-def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
-    """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index.
-
-    `dtype` is float32 or float16; k[j] belongs to jobs[j].
-    """
-    finite: list[bool] = []
-    for job, num_kept in zip(jobs, k, strict=True):
-        q = with_residual(job)
-        magnitude = q.view(torch.int32) & 0x7FFFFFFF  # orders as |q| does
-        chosen = torch.sort(magnitude, descending=True, stable=True).indices[:num_kept].sort().values
-        values = q[chosen].to(dtype)
-        value_nbytes = num_kept * dtype.itemsize
-        job.out[:value_nbytes].view(dtype).copy_(values)
-        job.out[value_nbytes : value_nbytes + 2 * num_kept].view(torch.int16).copy_(chosen.to(torch.int16))
-        job.out[value_nbytes + 2 * num_kept :].zero_()
-        sent = values.to(torch.float32)
-        if job.residual is not None:
-            job.residual.copy_(q)
-            job.residual[chosen] = q[chosen] - sent
-        finite.append(bool(torch.isfinite(q).all() and torch.isfinite(sent).all()))
-    return finite
-
-
-def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> None:
-    """Scatter the values; every other element is zero. Raises `WireError` on an index out of range or out of order."""
-    for job, num_kept in zip(jobs, k, strict=True):
-        value_nbytes = num_kept * dtype.itemsize
-        values = job.data[:value_nbytes].view(dtype).to(torch.float32)
-        indices = job.data[value_nbytes : value_nbytes + 2 * num_kept].view(torch.int16).to(torch.int64) & 0xFFFF
-        if num_kept and (int(indices[-1]) >= job.out.numel() or bool((indices[1:] <= indices[:-1]).any())):
-            raise WireError(
-                f"top-k: expected {num_kept} ascending indices below {job.out.numel()}, got some out of range or order"
-            )
-        if job.alpha is None:
-            job.out.zero_()
-            job.out[indices] = values
-        else:
-            job.out[indices] += values * job.alpha

@@ -66,9 +66,27 @@ def finish(job: EncodeJob, q: Tensor, decoded: Tensor) -> bool:
     return bool(torch.isfinite(q).all() and torch.isfinite(decoded).all())
 
 
+def finish_sparse(job: EncodeJob, q: Tensor, places: Tensor, sent: Tensor) -> bool:
+    """Leave q in the residual, less what was sent at `places`; return whether all was finite."""
+    if job.residual is not None:
+        left = q[places] - sent
+        job.residual.copy_(q)
+        job.residual[places] = left
+    return bool(torch.isfinite(q).all() and torch.isfinite(sent).all())
+
+
 def deliver(job: DecodeJob, decoded: Tensor) -> None:
     """Set out = decoded, or out += alpha * decoded."""
     if job.alpha is None:
         job.out.copy_(decoded)
     else:
         job.out.add_(decoded * job.alpha)
+
+
+def deliver_sparse(job: DecodeJob, places: Tensor, values: Tensor) -> None:
+    """Deliver values at `places`, each at most once, and zeros elsewhere."""
+    if job.alpha is None:
+        job.out.zero_()
+        job.out[places] = values
+    else:
+        job.out[places] += values * job.alpha

@@ -1,5 +1,7 @@
 """Top-k: the k largest magnitudes, ties to the lowest index; values first, then 16-bit indices, both by index.
 
+Where other forms of indices are smaller, blocks go through this one and torch rewrites their indices.
+
 One program encodes one partition. A sample gives a bound that a little more than k elements reach; a pass over the
 partition collects those, in order (`_narrow`). Among them, eight steps of four bits find the k-th largest magnitude
 exactly, and a last pass keeps what lies above it and the first of those that equal it (`_select`). Where the bound
@@ -11,10 +13,13 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from thinwire.errors import WireError
+from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_top_k import read_indices, write_indices
+from thinwire.kernels.top_k_layout import payload_nbytes, top_k_layout
 from thinwire.kernels.triton_elements import (
     decode_row,
     deliver,
@@ -31,7 +36,9 @@ from thinwire.kernels.triton_elements import (
     zero_padding,
 )
 from thinwire.kernels.triton_launch import DECODE_N, ENCODE_N, RESIDUAL, Table, X, jobs_kernel
+from thinwire.wire import Layout, align
 
+DTYPES = (torch.float32, torch.float16)
 TILE = 4096
 NARROW = {"TILE": 4096, "num_warps": 8}
 SELECT = {"TILE": 2048, "num_warps": 16}
@@ -215,14 +222,111 @@ def _scatter(flags, table, num_tiles, HALF: tl.constexpr, TILE: tl.constexpr):
     deliver(out, alpha, accumulate, tl.load(indices + place, mask=mask, other=0).to(tl.int32), mask, value)
 
 
-def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> list[bool]:
+def encode_top_k(
+    jobs: Sequence[EncodeJob],
+    *,
+    k: Sequence[int],
+    dtype: torch.dtype,
+    selection: str = "exact",
+    chunked: bool = False,
+    threads: int = 1,
+) -> list[bool]:
     """Write the k largest |q| (ties to the lowest index), values of `dtype` first, then indices, both by index."""
     packing.check_threads(threads)
-    packing.check_top_k(dtype, jobs, k, encode=True)
+    _check_served(dtype, selection, chunked)
+    packing.check_top_k(dtype, jobs, k, DTYPES, chunked=False, encode=True)
     if not jobs:
         return []
+    layouts = [top_k_layout(job.x.numel(), num_kept, dtype) for job, num_kept in zip(jobs, k, strict=True)]
+    if all(map(_in_16_bits, layouts)):
+        return _encode_16_bit(jobs, k, dtype)
+    narrow = [
+        job if _in_16_bits(layout) else job._replace(out=_block_16_bit(job.x, num_kept, dtype))
+        for job, layout, num_kept in zip(jobs, layouts, k, strict=True)
+    ]
+    finite = _encode_16_bit(narrow, k, dtype)
+    for job, other, layout, num_kept in zip(jobs, narrow, layouts, k, strict=True):
+        if other is not job:
+            values, indices = _parts_16_bit(other.out, num_kept, dtype)
+            job.out.zero_()
+            layout.view(job.out, "values").copy_(values)
+            write_indices(layout, job.out, indices.to(torch.int64) & 0xFFFF)
+    return finite
+
+
+def decode_top_k(
+    jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, chunked: bool = False, threads: int = 1
+) -> None:
+    """Scatter the values; every other element is zero.
+
+    Raises:
+        WireError: an index is out of range or out of order, in any job. Nothing was written.
+    """
+    packing.check_threads(threads)
+    _check_served(dtype, "exact", chunked)
+    packing.check_top_k(dtype, jobs, k, DTYPES, chunked=False, encode=False)
+    if not jobs:
+        return
+    layouts = [top_k_layout(job.out.numel(), num_kept, dtype) for job, num_kept in zip(jobs, k, strict=True)]
+    if not all(map(_in_16_bits, layouts)):
+        jobs = [
+            job if _in_16_bits(layout) else job._replace(data=_in_16_bit_form(job, layout, num_kept, dtype))
+            for job, layout, num_kept in zip(jobs, layouts, k, strict=True)
+        ]
+    _decode_16_bit(jobs, k, dtype)
+
+
+# --- other forms of indices: through a block whose indices have 16 bits ---------------------------------------------
+
+
+def _check_served(dtype: torch.dtype, selection: str, chunked: bool) -> None:
+    if dtype not in DTYPES or selection != "exact" or chunked:
+        raise ThinwireError(
+            f"top-k with {dtype} values, selection {selection!r}, chunked={chunked} has no CUDA kernels yet; set "
+            "THINWIRE_KERNELS=reference"
+        )
+
+
+def _in_16_bits(layout: Layout) -> bool:
+    return any(part.name == "indices" for part in layout.parts)
+
+
+def _block_16_bit(like: Tensor, num_kept: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(align(num_kept * (dtype.itemsize + 2)), dtype=torch.uint8, device=like.device)
+
+
+def _parts_16_bit(block: Tensor, num_kept: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values, indices, _ = block.split(
+        [num_kept * dtype.itemsize, num_kept * 2, block.numel() - num_kept * (dtype.itemsize + 2)]
+    )
+    return values.view(dtype), indices.view(torch.int16)
+
+
+def _in_16_bit_form(job: DecodeJob, layout: Layout, num_kept: int, dtype: torch.dtype) -> Tensor:
+    if job.data.numel() < payload_nbytes(layout):
+        raise WireError(
+            f"data: expected at least {payload_nbytes(layout)} bytes for {job.out.numel()} elements, got "
+            f"{job.data.numel()}; was it encoded with other settings or cut short?"
+        )
+    block = _block_16_bit(job.out, num_kept, dtype)
+    values, indices = _parts_16_bit(block, num_kept, dtype)
+    values.copy_(layout.view(job.data, "values"))
+    indices.copy_(read_indices(layout, job.data, job.out.numel(), num_kept).to(torch.int16))
+    return block
+
+
+# --- indices of 16 bits ---------------------------------------------------------------------------------------------
+
+
+_PAYLOADS: dict[torch.dtype, packing.PayloadNbytes] = {
+    torch.float32: lambda _, num_kept: 6 * num_kept,
+    torch.float16: lambda _, num_kept: 4 * num_kept,
+}
+
+
+def _encode_16_bit(jobs: Sequence[EncodeJob], k: Sequence[int], dtype: torch.dtype) -> list[bool]:
     device = jobs[0].x.device
-    table = Table.of_encode(packing.pack_encode(jobs, packing.top_k_nbytes(dtype), k, device), device)
+    table = Table.of_encode(packing.pack_encode(jobs, _PAYLOADS[dtype], k, device), device)
     regular = table.any_bits(X, RESIDUAL, ENCODE_N) % 16 == 0
     room = min(table.most(ENCODE_N), 4 * max(k) + 2048)  # ample for what a bound lets through
     candidates, num_candidates = table.scratch(room, torch.uint16), table.scratch(1, torch.int32)
@@ -232,18 +336,9 @@ def encode_top_k(jobs: Sequence[EncodeJob], *, k: Sequence[int], dtype: torch.dt
     return table.finite()
 
 
-def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dtype, threads: int = 1) -> None:
-    """Scatter the values; every other element is zero.
-
-    Raises:
-        WireError: an index is out of range or out of order, in any job. Nothing was written.
-    """
-    packing.check_threads(threads)
-    packing.check_top_k(dtype, jobs, k, encode=False)
-    if not jobs:
-        return
+def _decode_16_bit(jobs: Sequence[DecodeJob], k: Sequence[int], dtype: torch.dtype) -> None:
     device = jobs[0].out.device
-    table = Table.of_decode(packing.pack_decode(jobs, packing.top_k_nbytes(dtype), k, device), device)
+    table = Table.of_decode(packing.pack_decode(jobs, _PAYLOADS[dtype], k, device), device)
     half = dtype == torch.float16
     num_tiles = max(1, triton.cdiv(max(k), TILE))
     table.launch(_check, num_tiles, HALF=half, TILE=TILE)
@@ -256,9 +351,16 @@ def decode_top_k(jobs: Sequence[DecodeJob], *, k: Sequence[int], dtype: torch.dt
 
 def _first_bad(which: int, job: DecodeJob, num_kept: int, dtype: torch.dtype) -> WireError | None:
     """Return the error that names the job's first bad index, if it has one."""
-    start = num_kept * dtype.itemsize
-    indices = job.data[start : start + 2 * num_kept].cpu().view(torch.int16).to(torch.int32) & 0xFFFF
+    _, indices = _parts_16_bit(job.data.cpu(), num_kept, dtype)
+    indices = indices.to(torch.int32) & 0xFFFF
     bad = indices >= job.out.numel()
     bad[1:] |= indices[1:] <= indices[:-1]
     places = bad.nonzero()
-    return packing.bad_index(job, num_kept, dtype, which, int(places[0])) if len(places) else None
+    if not len(places):
+        return None
+    place = int(places[0])
+    after = f" after {int(indices[place - 1])}" if place else ""
+    return WireError(
+        f"top-k: expected {num_kept} ascending indices below {job.out.numel()}; index number {place} of job {which} "
+        f"is {int(indices[place])}{after}"
+    )
