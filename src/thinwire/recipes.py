@@ -10,10 +10,10 @@ Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -35,126 +35,82 @@ from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.spec import BlockSpec
 
-T = TypeVar("T", int, float)
+Word = tuple[str, Any]  # the field that a word sets, and to what
 
 
-def _block_quant(bits: int, arguments: Sequence[str]) -> BlockQuant:
-    quant = BlockQuant(bits=bits)  # pyright: ignore[reportArgumentType]
-    settings = ["block" if argument.startswith("block=") else "rounding" for argument in arguments]
-    for argument in arguments:
-        if argument in ("stochastic", "nearest"):
-            quant = dataclasses.replace(quant, rounding=argument)
-        elif argument.startswith("block="):
-            quant = dataclasses.replace(quant, block=_number(int, argument.removeprefix("block=")))
-        else:
-            raise RecipeError(f"expected 'stochastic', 'nearest' or 'block=N', got {argument!r}")
-    if len(set(settings)) < len(settings):
-        raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
-    return quant
+@dataclass(frozen=True)
+class _Kind:
+    """How the arguments of one kind become fields of its compressor."""
+
+    make: Callable[..., Compressor]
+    words: Mapping[str, Word] = field(default_factory=dict[str, Word])
+    numbers: Mapping[str, type[int] | type[float]] = field(default_factory=dict[str, type[int] | type[float]])
+    first: tuple[str, type[int] | type[float], str] | None = None  # the field that comes first, bare, and an example
+    instead: str | None = None  # the one of `numbers` that may stand in its place
+
+    def __call__(self, arguments: Sequence[str]) -> Compressor:
+        """Return the compressor. Raises `RecipeError`."""
+        chosen: dict[str, Any] = {}
+        rest = list(arguments)
+        if self.first is not None and not (rest and self.instead and rest[0].startswith(f"{self.instead}=")):
+            name, number, example = self.first
+            if not rest or rest[0] in self.words:
+                raise RecipeError(f"expected {name if name == 'bits' else f'a {name}'}, as in {example!r}")
+            chosen[name] = _number(number, rest.pop(0))
+        for argument in rest:
+            name, value = self._read(argument)
+            if name in chosen:
+                raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
+            chosen[name] = value
+        return self.make(**chosen)
+
+    def _read(self, argument: str) -> Word:
+        name, equals, number = argument.partition("=")
+        if equals and name in self.numbers:
+            return name, _number(self.numbers[name], number)
+        if argument in self.words:
+            return self.words[argument]
+        known = [*self.words, *(f"{name}=N" for name in self.numbers)]
+        raise RecipeError(f"expected {_alternatives(known) if known else 'no further argument'}, got {argument!r}")
 
 
-def _dither(
-    kind: type[LinearDithering] | type[NaturalDithering], defaults: dict[str, Any], arguments: Sequence[str]
-) -> Compressor:
-    if not arguments:
-        raise RecipeError("expected bits, as in 'linear:5'")
-    settings: dict[str, Any] = {"bits": _number(int, arguments[0])}
-    for argument in arguments[1:]:
-        name, value = "norm", argument
-        if argument.startswith("block="):
-            name, value = "block", _number(int, argument.removeprefix("block="))
-        elif argument not in ("max", "l2") or "norm" in defaults:
-            choices = "'block=N'" if "norm" in defaults else "'max', 'l2' or 'block=N'"
-            raise RecipeError(f"expected {choices}, got {argument!r}")
-        if name in settings:
-            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
-        settings[name] = value
-    return kind(**{**defaults, **settings})
-
-
-def _identity(arguments: Sequence[str]) -> Identity:
-    _no_more(arguments)
-    return Identity()
-
-
-def _cast(dtype: torch.dtype, arguments: Sequence[str]) -> Cast:
-    _no_more(arguments)
-    return Cast(dtype=dtype)
-
-
-def _one_bit(arguments: Sequence[str]) -> OneBit:
-    _no_more(arguments[1:])
-    return OneBit(scale=arguments[0] if arguments else "l1")  # pyright: ignore[reportArgumentType]
-
-
-def _top_k(arguments: Sequence[str]) -> TopK:
-    if not arguments or arguments[0] in _TOP_K_EXTRAS:
-        raise RecipeError("expected a density, as in 'topk:0.01'")
-    kept, *extras = arguments
-    chosen: dict[str, Any] = {}
-    if kept.startswith("k="):
-        chosen["k"] = _number(int, kept.removeprefix("k="))
-    else:
-        chosen["density"] = _number(float, kept)
-    for extra in extras:
-        if extra not in _TOP_K_EXTRAS:
-            raise RecipeError(f"expected {', '.join(map(repr, _TOP_K_EXTRAS))}, got {extra!r}")
-        field, value = _TOP_K_EXTRAS[extra]
-        if field in chosen:
-            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
-        chosen[field] = value
-    return TopK(**chosen)
-
-
-_TOP_K_EXTRAS: dict[str, tuple[str, Any]] = {
-    "fp16": ("value_dtype", torch.float16),
-    "fp32": ("value_dtype", torch.float32),
-    "bf16": ("value_dtype", torch.bfloat16),
-    "natural": ("value_dtype", "natural"),
-    "exact": ("selection", "exact"),
-    "bisect": ("selection", "bisect"),
-    "sampled": ("selection", "sampled"),
-    "chunked": ("chunked", True),
-}
-
-
-def _random_k(arguments: Sequence[str]) -> RandomK:
-    if not arguments or arguments[0] in _RANDOM_K_EXTRAS:
-        raise RecipeError("expected a density, as in 'randomk:0.01'")
-    chosen: dict[str, Any] = {"density": _number(float, arguments[0])}
-    for extra in arguments[1:]:
-        if extra.startswith("block="):
-            field, value = "block", _number(int, extra.removeprefix("block="))
-        elif extra in _RANDOM_K_EXTRAS:
-            field, value = _RANDOM_K_EXTRAS[extra]
-        else:
-            raise RecipeError(f"expected 'block=N', {', '.join(map(repr, _RANDOM_K_EXTRAS))}, got {extra!r}")
-        if field in chosen:
-            raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
-        chosen[field] = value
-    return RandomK(**chosen)
-
-
-_RANDOM_K_EXTRAS: dict[str, tuple[str, Any]] = {
-    "rotating": ("rotating", True),
-    "scaled": ("scaled", True),
+_VALUES: dict[str, Word] = {
     "fp16": ("value_dtype", torch.float16),
     "fp32": ("value_dtype", torch.float32),
     "bf16": ("value_dtype", torch.bfloat16),
 }
+_ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
+_NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
+_SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
+_SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
 
-_KINDS: dict[str, Callable[[Sequence[str]], Compressor]] = {
-    "fp16": lambda arguments: _cast(torch.float16, arguments),
-    "bf16": lambda arguments: _cast(torch.bfloat16, arguments),
-    **{f"int{bits}": functools.partial(_block_quant, bits) for bits in range(8, 1, -1)},
-    "linear": functools.partial(_dither, LinearDithering, {}),
-    "natural": functools.partial(_dither, NaturalDithering, {}),
-    "qsgd": functools.partial(_dither, LinearDithering, {"norm": "l2", "block": 512}),
-    "onebit": _one_bit,
-    "topk": _top_k,
-    "randomk": _random_k,
-    "identity": _identity,
+def _int(bits: Literal[2, 3, 4, 5, 6, 7, 8]) -> _Kind:
+    return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int})
+
+
+_KINDS: dict[str, _Kind] = {
+    "fp16": _Kind(partial(Cast, dtype=torch.float16)),
+    "bf16": _Kind(partial(Cast, dtype=torch.bfloat16)),
+    **{f"int{bits}": _int(bits) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
+    "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
+    "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
+    "onebit": _Kind(OneBit, _SCALES),
+    "topk": _Kind(
+        TopK,
+        {**_VALUES, "natural": ("value_dtype", "natural"), **_SELECTIONS, "chunked": ("chunked", True)},
+        {"k": int},
+        ("density", float, "topk:0.01"),
+        instead="k",
+    ),
+    "randomk": _Kind(
+        RandomK,
+        {"rotating": ("rotating", True), "scaled": ("scaled", True), **_VALUES},
+        {"block": int},
+        ("density", float, "randomk:0.01"),
+    ),
+    "identity": _Kind(Identity),
 }
 
 
@@ -187,7 +143,8 @@ def parse_recipe(text: str) -> Aggregator:
             dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
             if arguments and arguments[0] not in dtypes:
                 raise RecipeError(f"expected 'dense', 'dense:fp16' or 'dense:bf16', got {arguments[0]!r}")
-            _no_more(arguments[1:])
+            if len(arguments) > 1:
+                raise RecipeError(f"expected no further argument, got {':'.join(arguments[1:])!r}")
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
         up = _compressor(first, _KINDS if aggregator or plus else recipe_names())
         if aggregator == "gather":
@@ -211,13 +168,13 @@ def default_feedback(compressor: Compressor) -> ErrorFeedback | None:
     return None if isinstance(contract, Unbiased) or not needs_feedback(contract) else ErrorFeedback()
 
 
-def _no_more(arguments: Sequence[str]) -> None:
-    if arguments:
-        raise RecipeError(f"expected no further argument, got {':'.join(arguments)!r}")
-
-
-def _number(kind: type[T], text: str) -> T:
+def _number(kind: type[int] | type[float], text: str) -> float:
     try:
         return kind(text)
     except ValueError:
         raise RecipeError(f"expected a number, got {text!r}") from None
+
+
+def _alternatives(words: Iterable[str]) -> str:
+    *most, last = map(repr, words)
+    return f"{', '.join(most)} or {last}" if most else last
