@@ -15,6 +15,7 @@ from thinwire.bench.arithmetic import ring_nbytes
 
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
+SLOW_BPS = 30e6  # up to here even a few bytes are worth sending early
 _POWERSGD_MIN_COMPRESSION = 2  # torch's default: a matrix that would shrink less than this is sent whole
 
 
@@ -52,7 +53,8 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
     fast = rate_bps is None or rate_bps >= FAST_BPS
     few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit"))
     if few_bytes:
-        return 25.0 if fast else 8.0
+        slow = rate_bps is not None and rate_bps <= SLOW_BPS
+        return 25.0 if fast else 1.0 if slow else 8.0
     return 8.0 if fast else 1.0
 
 
