@@ -160,7 +160,8 @@ def test_slices_are_views_of_the_state() -> None:
     partitions = [p for param in state._plan.params for p in param.partitions]
     owned = 0
     for p in partitions:
-        residual, own = state.residual(p), state.owner_residual(p)
+        block = state.block(p, torch.zeros(p.numel), state._plan.by_name[p.name].slots)
+        residual, own = block.residual, block.owner_residual
         if p.name == "dense.bias":
             assert residual is None
             assert own is None
@@ -197,16 +198,25 @@ def lacking(saved: dict, kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(format=2), "format 1, got 2"),
-        (lambda s: without(s, "format"), "format 1, got None"),
+        (lambda s: s.update(format=3), "format 2, got 3"),
+        (lambda s: without(s, "format"), "format 2, got None"),
         (lambda s: s.update(rank=1), "saved with rank 1, this run has 0.*reshard_state"),
         (lambda s: s.update(world_size=3), "saved with world_size 3, this run has 2.*reshard_state"),
         (lambda s: s.update(partition_numel=64), "saved with partition_numel 64, this run has 100"),
-        (lambda s: reshaped(s, "worker"), r"linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
-        (lambda s: reshaped(s, "owner"), r"^linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
+        (
+            lambda s: reshaped(s, "worker"),
+            r"linear.weight: expected its worker residual of shape \(30, 20\), got \(20, 30\)",
+        ),
+        (
+            lambda s: reshaped(s, "owner"),
+            r"^linear.weight: expected its owner residual of shape \(30, 20\), got \(20, 30\)",
+        ),
         (lambda s: lacking(s, "worker"), r"no worker residual for 'linear.weight' \(1 missing\)"),
         (lambda s: lacking(s, "owner"), r"no owner residual for 'linear.weight' \(1 missing\)"),
-        (lambda s: s["worker"].update(other=torch.zeros(3)), "residual for 'other', which this plan sends without"),
+        (
+            lambda s: s["worker"].update(other=torch.zeros(3)),
+            "worker residual for 'other', which this plan sends without",
+        ),
         *((lambda s, key=key: without(s, key), f"without '{key}'") for key in ("step", "loss_scale", "owner", "rank")),
         (lambda s: without(s, "learning_rates"), "without 'learning_rates'"),
     ],
@@ -259,7 +269,7 @@ def test_resharded_states_share_no_memory() -> None:
         (lambda s: s.append(s[0]), r"ranks 0\.\.2, got ranks \[0, 0, 1, 2\]"),
         (lambda s: s[1].update(step=8), "rank 1 has step 8, rank 0 has 7"),
         (lambda s: s[2].update(loss_scale=1.0), r"rank 2 has loss_scale 1\.0, rank 0 has 1024\.0"),
-        (lambda s: lacking(s[1], "worker"), "rank 1 and rank 0 do not both have a residual for 'linear.weight'"),
+        (lambda s: lacking(s[1], "worker"), "rank 1 and rank 0 do not both have a worker tensor for 'linear.weight'"),
         (lambda s: without(s[1], "worker"), "without 'worker'"),
         (lambda s: s.clear(), "got 0, 2"),
     ],

@@ -86,7 +86,7 @@ def attach(
     import thinwire
 
     link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
-    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, start_after)
+    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
 
 
 def _ring_nbytes(nbytes: int) -> int:
