@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire import ErrorFeedback, Identity, OneBit, PlanOptions, TopK, TwoShot, parse_recipe, reshard_state
 from thinwire.aggregators import Aggregator
 from thinwire.errors import StateError
+from thinwire.feedback import Slot
 from thinwire.plan import build_plan
 from thinwire.state import State
 
@@ -38,8 +39,11 @@ def make(
     state = State(plan, params, rank)
     if seed is not None:
         generator = torch.Generator().manual_seed(100 * seed + rank)
-        for residual in (*state.worker.values(), *state.owner.values()):
-            residual.copy_(torch.randn(residual.shape, generator=generator))
+        shared = torch.Generator().manual_seed(seed)
+        for slot, kept in (state.whole | state.owned).items():
+            for tensor in kept.values():
+                source = shared if slot is Slot.DELIVERED else generator
+                tensor.copy_(torch.randn(tensor.shape, generator=source))
         state.step, state.loss_scale = 7, 1024.0
         state.learning_rates = {"linear.weight": 0.1}
     return state
@@ -47,8 +51,16 @@ def make(
 
 def flat_bits(state: State) -> list[object]:
     return [
-        *((name, r.numpy().tobytes()) for name, r in state.worker.items()),
-        *((place, r.numpy().tobytes()) for place, r in state.owner.items()),
+        *(
+            (slot, place, kept.numpy().tobytes())
+            for slot, whole in state.whole.items()
+            for place, kept in whole.items()
+        ),
+        *(
+            (slot, place, kept.numpy().tobytes())
+            for slot, owned in state.owned.items()
+            for place, kept in owned.items()
+        ),
         state.step,
         state.loss_scale,
         state.learning_rates,
@@ -62,10 +74,11 @@ def saved_and_loaded(state_dict: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.parametrize("recipe", ["onebit", "onebit@dgc", "onebit@ef21", "gather/onebit@ef21"])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_checkpoint_restores_every_bit(world_size: int) -> None:
+def test_a_checkpoint_restores_every_bit(world_size: int, recipe: str) -> None:
     for rank in range(world_size):
-        state, fresh = make(rank, world_size), make(rank, world_size, seed=None)
+        state, fresh = make(rank, world_size, recipe), make(rank, world_size, recipe, seed=None)
         assert flat_bits(state) != flat_bits(fresh)
         fresh.load_state_dict(saved_and_loaded(state.state_dict()))
         assert flat_bits(fresh) == flat_bits(state)
@@ -254,6 +267,51 @@ def test_resharding_conserves_what_is_owed() -> None:
         for name, value in owed(states).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=2e-6)
             assert expected[name].any()
+
+
+@pytest.mark.parametrize("recipe", ["onebit@dgc", "onebit@ef21", "gather/onebit@ef21"])
+def test_resharding_conserves_momenta_and_estimates(recipe: str) -> None:
+    """As means over ranks; what owners keep whole; and what all ranks share as it is."""
+    states = [make(rank, 4, recipe).state_dict() for rank in range(4)]
+    resharded = reshard_state(states, 3, partition_numel=37)
+    new = []
+    for rank, one in enumerate(resharded):
+        state = make(rank, 3, recipe, partition_numel=37, seed=None)
+        state.load_state_dict(saved_and_loaded(one))
+        new.append(state.state_dict())
+    kept = [slot for slot in Slot if states[0][slot]]
+    assert set(kept) == parse_recipe(recipe).slots
+    for slot in kept:
+        for name, first in states[0][slot].items():
+            old_and_new = [torch.stack([s[slot][name] for s in group]) for group in (states, new)]
+            if slot is Slot.DELIVERED:
+                assert all(torch.equal(s[slot][name], first) for s in (*states, *new))
+            elif slot.owned:
+                assert torch.equal(*(group.sum(dim=0) for group in old_and_new))
+            else:
+                torch.testing.assert_close(*(group.mean(dim=0) for group in old_and_new), rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_of_other_feedback_is_refused() -> None:
+    for saved, recipe, message in [
+        ("onebit", "onebit@dgc", "no momentum tensor for 'conv.weight'"),
+        (
+            "onebit@dgc",
+            "onebit",
+            "has a momentum tensor for 'conv.weight', which this plan sends without such feedback",
+        ),
+        (
+            "onebit",
+            "onebit@ef21",
+            "has a worker residual for 'conv.weight', which this plan sends without such feedback",
+        ),
+        ("onebit@ef21", "gather/onebit@ef21", "other owners"),
+    ]:
+        state = make(0, 2, recipe)
+        before = flat_bits(state)
+        with pytest.raises(StateError, match=message):
+            state.load_state_dict(make(0, 2, saved).state_dict())
+        assert flat_bits(state) == before
 
 
 def test_resharded_states_share_no_memory() -> None:
