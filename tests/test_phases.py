@@ -30,6 +30,8 @@ def test_one_recipe_is_one_phase() -> None:
     assert phases.final is plan
     assert phases.lines() == plan.lines()
     assert phases.kept == plan
+    assert str(phases) == str(plan)
+    assert str(phases_of("int8 until 5 then int4")).startswith("from step 0 on:\nparameter")
 
 
 def test_start_after_is_a_dense_phase() -> None:

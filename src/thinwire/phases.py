@@ -51,6 +51,11 @@ class Phases:
             lines += [*([f"from step {start}"] if start else []), *plan.lines()]
         return lines
 
+    def __str__(self) -> str:
+        if len(self.plans) == 1:
+            return str(self.final)
+        return "\n\n".join(f"from step {start} on:\n{plan}" for start, plan in self.plans)
+
     @property
     def digest(self) -> str:
         """SHA-256 of `lines`."""

@@ -72,7 +72,9 @@ class EF21(Feedback):
     def before_down(self, value: Tensor, memory: Memory, *, unit_ratio: float) -> None:
         """Turn the mean of the differences into m, or m - G."""
         if Slot.MEAN in memory:
-            value.copy_(memory[Slot.MEAN].mul_(unit_ratio).add_(value))
+            if unit_ratio != 1.0:
+                memory[Slot.MEAN].mul_(unit_ratio)
+            value.copy_(memory[Slot.MEAN].add_(value))
         if Slot.DELIVERED in memory:
             value.sub_(memory[Slot.DELIVERED])
 
