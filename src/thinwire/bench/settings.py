@@ -34,7 +34,7 @@ class Settings:
         seeds: repeat everything for seeds 0 to ``seeds`` - 1.
         bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
         start_after: steps that thinwire's recipes first exchange dense.
-        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum).
+        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum, which ``@dgc`` recipes apply themselves).
         compute_s: of forward plus backward in a replay; None takes the model's default.
     """
 
