@@ -87,8 +87,11 @@ def attach(
         return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
     import thinwire
 
+    if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0  # the method applies it
     link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
-    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, start_after)
+    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
 
 
 def _ring_nbytes(nbytes: int) -> int:

@@ -8,6 +8,7 @@ from thinwire.compressors.contract import Contract as Contract
 from thinwire.compressors.contract import Contractive as Contractive
 from thinwire.compressors.contract import NoContract as NoContract
 from thinwire.compressors.contract import Unbiased as Unbiased
+from thinwire.compressors.contract import is_exact as is_exact
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering

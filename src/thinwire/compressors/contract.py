@@ -69,3 +69,8 @@ def needs_feedback(contract: Contract) -> bool:
             return delta < FEEDBACK_BELOW_DELTA
         case NoContract():
             return True
+
+
+def is_exact(contract: Contract) -> bool:
+    """Return whether nothing is lost, so that there is nothing to remember."""
+    return isinstance(contract, Contractive) and contract.delta == 1.0
