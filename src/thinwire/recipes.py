@@ -4,7 +4,7 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+                | cnat | terngrad | onebit | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -24,9 +24,11 @@ from thinwire.compressors import (
     Compressor,
     Identity,
     LinearDithering,
+    NaturalCompression,
     NaturalDithering,
     OneBit,
     RandomK,
+    TernGrad,
     TopK,
     Unbiased,
     needs_feedback,
@@ -96,6 +98,8 @@ _KINDS: dict[str, _Kind] = {
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
+    "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
+    "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
     "onebit": _Kind(OneBit, _SCALES),
     "topk": _Kind(
         TopK,

@@ -143,10 +143,31 @@ def test_random_bytes_never_write_outside(native: ModuleType, kind: Kind) -> Non
             try:
                 kind.decode(native, [DecodeJob(data, guarded[8 : 8 + n], 0.5, KEY)])
             except WireError:
-                assert kind.name == "top_k"
+                assert kind.name in ("top_k", "ternary")
                 assert bool((guarded == 7.0).all())
             assert bool((guarded[:8] == 7.0).all())
             assert bool((guarded[8 + n :] == 7.0).all())
+
+
+def test_natural_has_8_or_9_bits(native: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected 8 or 9 bits, got 7"):
+        native.encode_natural([], bits=7)
+    with pytest.raises(ValueError, match="expected 8 or 9 bits, got 10"):
+        native.decode_natural([], bits=10)
+    with pytest.raises(ValueError, match="block of at least 0, got -1"):
+        native.decode_ternary([], block=-1)
+
+
+def test_a_byte_of_no_five_codes_is_named_and_no_job_is_written(native: ModuleType) -> None:
+    good = torch.tensor([0] * 4 + [242] * 1000, dtype=torch.uint8)
+    bad = good.clone()
+    bad[4 + 77], bad[4 + 78] = 243, 255
+    for threads in (1, 2):
+        outs = [torch.full((5000,), 7.0), torch.full((5000,), 7.0)]
+        jobs = [DecodeJob(good, outs[0]), DecodeJob(bad, outs[1])]
+        with pytest.raises(WireError, match="below 243, five codes each, got 243 at byte 77 of the codes of job 1"):
+            native.decode_ternary(jobs, block=0, threads=threads)
+        assert all(bool((out == 7.0).all()) for out in outs)
 
 
 def test_a_batch_is_checked_again_for_another_kernel(native: ModuleType) -> None:
