@@ -11,20 +11,20 @@ constexpr std::size_t TILE = 1024;  // uniforms drawn at a time
 
 // Code c stands for 2^(c + OFFSET - 127): its exponent field is c + OFFSET.
 template <int bits> constexpr std::uint32_t OFFSET = bits == 8 ? 18 : 0;
-template <int bits> constexpr std::uint32_t TOP = bits == 8 ? 127 : 254;
-template <int bits> constexpr std::int32_t LARGEST = static_cast<std::int32_t>((TOP<bits> + OFFSET<bits>) << 23);
+template <int bits> constexpr std::int32_t LARGEST = (bits == 8 ? 127 + 18 : 254) << 23;
 
-template <int bits> TW_INLINE float value_of(std::uint32_t code, bool negative) {
+template <int bits> TW_INLINE float value_of(std::uint32_t code, std::uint32_t sign) {
     const std::uint32_t level = code ? (code + OFFSET<bits>) << 23 : 0;
-    return std::bit_cast<float>(level | static_cast<std::uint32_t>(negative) << 31);
+    return std::bit_cast<float>(level | sign << 31);
 }
 
-// Codes of m elements; of 9 bits the sign goes to `signs`. Returns the largest magnitude of q.
+// Codes of m elements; of 9 bits the sign goes to `signs`. Returns the largest magnitude of q: where it is above LARGEST,
+// codes are rubbish. Integers instead of conditions, which compilers make slow.
 template <int bits, bool has_residual>
 TW_INLINE std::int32_t natural_codes(const f32* __restrict x, f32* __restrict residual, float residual_scale,
                                      std::size_t m, const float* __restrict u, std::uint8_t* __restrict out,
                                      std::uint8_t* __restrict signs) {
-    constexpr std::uint32_t smallest_bits = (1 + OFFSET<bits>) << 23;
+    constexpr std::int32_t smallest = (1 + OFFSET<bits>) << 23;
     constexpr float smallest_inverse = std::bit_cast<float>((253 - OFFSET<bits>) << 23);
     std::int32_t peak = 0;
     for (std::size_t i = 0; i < m; i++) {
@@ -32,21 +32,21 @@ TW_INLINE std::int32_t natural_codes(const f32* __restrict x, f32* __restrict re
         const std::int32_t size = magnitude(q);
         peak = std::max(peak, size);
         // A random fraction added to the bits of a float carries into its exponent with the probability of its mantissa.
-        const auto fraction = static_cast<std::int32_t>(u[i] * 0x1p23f);
-        std::uint32_t code = ((static_cast<std::uint32_t>(size) + static_cast<std::uint32_t>(fraction)) >> 23) - OFFSET<bits>;
+        const auto fraction = static_cast<std::uint32_t>(static_cast<std::int32_t>(u[i] * 0x1p23f));
+        std::uint32_t code = ((static_cast<std::uint32_t>(size) + fraction) >> 23) - OFFSET<bits>;
         if constexpr (OFFSET<bits> > 0) {  // else the carry is right below the smallest level, too: denormals
-            const std::uint32_t low = std::bit_cast<float>(size) * smallest_inverse + u[i] >= 1.0f ? 1 : 0;
-            code = size < static_cast<std::int32_t>(smallest_bits) ? low : code;
+            const float y = std::bit_cast<float>(size) * smallest_inverse + u[i];
+            const std::uint32_t low = (0x3F7FFFFF - std::bit_cast<std::uint32_t>(y)) >> 31;  // 1 where y >= 1
+            code = size < smallest ? low : code;
         }
-        code = std::min(code, TOP<bits>);
-        const bool negative = q < 0.0f && code > 0;
+        const std::uint32_t sign = (std::bit_cast<std::uint32_t>(q) & (0 - code)) >> 31;  // 0 where the code is 0
         if constexpr (bits == 8) {
-            out[i] = static_cast<std::uint8_t>(code | static_cast<std::uint32_t>(negative) << 7);
+            out[i] = static_cast<std::uint8_t>(code | sign << 7);
         } else {
             out[i] = static_cast<std::uint8_t>(code);
-            signs[i] = negative;
+            signs[i] = static_cast<std::uint8_t>(sign);
         }
-        if constexpr (has_residual) residual[i] = q - value_of<bits>(code, negative);
+        if constexpr (has_residual) residual[i] = q - value_of<bits>(code, sign);
     }
     return peak;
 }
@@ -80,7 +80,7 @@ template <int bits, bool accumulate> TW_INLINE void decode(const DecodeJob& job,
     const float alpha = job.alpha;
     for (std::size_t i = 0; i < n; i++) {
         const std::uint32_t code = data[i];
-        const float value = bits == 8 ? value_of<bits>(code & 127, code > 127) : value_of<bits>(code, signs[i]);
+        const float value = bits == 8 ? value_of<bits>(code & 127, code >> 7) : value_of<bits>(code, signs[i]);
         deliver<accumulate>(out[i], value, alpha);
     }
 }
