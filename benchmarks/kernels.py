@@ -56,6 +56,13 @@ def cases() -> list[Case]:
             settings = {"bits": bits, "block": 0, "natural": natural}
             label = f"{'natural' if natural else 'linear'}{bits}-{'l2' if l2 else 'max'}"
             found.append(Case(label, "dither", 4 + N * bits // 8, {**settings, "l2": l2}, settings))
+    for bits in (8, 9):
+        found.append(Case(f"cnat{bits}", "natural", N * bits // 8, {"bits": bits}, {"bits": bits}))
+    for block, clip in ((0, 0.0), (0, 2.5), (512, 0.0)):
+        label = "terngrad" + (f"-{block}" if block else "") + (f"-clip{clip:g}" if clip else "")
+        width = block or N
+        nbytes = align(N // width * (4 + -(-width // 5)))
+        found.append(Case(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}))
     for rms in (False, True):
         found.append(Case(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", 4 + N // 8, {"rms": rms}, {}))
     for dtype in (torch.float32, torch.float16, NATURAL):

@@ -11,9 +11,11 @@ from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compressor as Compressor
 from thinwire.compressors import Identity as Identity
 from thinwire.compressors import LinearDithering as LinearDithering
+from thinwire.compressors import NaturalCompression as NaturalCompression
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK
+from thinwire.compressors import TernGrad as TernGrad
 from thinwire.compressors import TopK as TopK
 from thinwire.errors import ThinwireError as ThinwireError
 from thinwire.feedback import EF21 as EF21

@@ -3,8 +3,7 @@
     recipe      = [aggregator "/"] compressor ["+" compressor] ["@" feedback]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
-    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+    kind        = one of `recipe_names()`
     feedback    = name *(":" argument)                             (where left out: "ef" where it is needed, else none)
     name        = ef | dgc | ef21
 
@@ -27,9 +26,11 @@ from thinwire.compressors import (
     Compressor,
     Identity,
     LinearDithering,
+    NaturalCompression,
     NaturalDithering,
     OneBit,
     RandomK,
+    TernGrad,
     TopK,
 )
 from thinwire.errors import RecipeError
@@ -103,6 +104,8 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
+    "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
+    "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
     "onebit": _Kind(OneBit, _SCALES),
     "topk": _Kind(
         TopK,

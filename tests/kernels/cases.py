@@ -31,7 +31,7 @@ class Kind:
 
     @property
     def stochastic(self) -> bool:
-        return bool(self.settings.get("stochastic")) or self.name == "dither"
+        return bool(self.settings.get("stochastic")) or self.name in ("dither", "natural", "ternary")
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
@@ -80,6 +80,23 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
     label = f"{'natural' if natural else 'linear'}{bits}-{block or 'partition'}-{'l2' if l2 else 'max'}"
     settings = {"bits": bits, "block": block, "natural": natural}
     return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
+
+
+def natural(bits: int) -> Kind:
+    """Return the kind of 8 bits, or of 9: a byte and a bit."""
+    settings = {"bits": bits}
+    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings, on_cuda=False)
+
+
+def ternary(block: int, clip: float) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition, `clip` = 0 is none."""
+
+    def nbytes(n: int) -> int:
+        width = block or max(n, 1)
+        return 4 * -(-n // width) + n // width * -(-width // 5) + -(-(n % width) // 5)
+
+    label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
+    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}, on_cuda=False)
 
 
 def _top_k(
@@ -147,6 +164,9 @@ KINDS = [
         for natural in (False, True)
         for l2 in (False, True)
     ),
+    natural(8),
+    natural(9),
+    *(ternary(block, clip) for block in (0, 33, 512, 2000) for clip in (0.0, 2.5)),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
