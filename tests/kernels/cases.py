@@ -96,7 +96,6 @@ def _top_k(
         {**settings, "selection": selection},
         settings,
         num_kept,
-        on_cuda=not chunked and selection == "exact" and dtype in (torch.float32, torch.float16),
     )
 
 

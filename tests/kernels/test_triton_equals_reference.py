@@ -17,6 +17,8 @@ from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, di
 from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import reference
 from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels.reference_top_k import sample_places
+from thinwire.kernels.top_k_layout import top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -88,6 +90,15 @@ def test_top_k_of_long_blocks(kernels: ModuleType, values: str) -> None:
     for kind in KINDS:
         if kind.name == "top_k" and (kind in SOME or kind.settings["selection"] != "exact" or "one" in kind.label):
             both(kernels, kind, VALUES[values](9_000), None)
+
+
+@pytest.mark.parametrize("skewed", [1.0, 0.0])
+def test_sampled_top_k_where_the_sample_misleads(kernels: ModuleType, skewed: float) -> None:
+    """More reach the upper bound than are wanted, or fewer the lower one."""
+    n, x = 2100, torch.rand(2100) + 2.0
+    x[sample_places(n, 1024)] = torch.rand(1024) + 3.0 * (1.0 - skewed)
+    kind = next(kind for kind in KINDS if kind.label == "top_k-float32-half-sampled")
+    both(kernels, kind, x, torch.zeros(n))
 
 
 @pytest.mark.parametrize("large", [700] if INTERPRETED else [700, 30_000])
@@ -277,6 +288,34 @@ def test_corrupt_indices_raise_and_write_nothing(kernels: ModuleType, indices: l
         jobs = [DecodeJob(d.to(DEVICE), out, alpha) for d, out in zip(data, outs, strict=True)]
         with pytest.raises(WireError, match=f"ascending indices below 100; index number {place} of job 1 is"):
             kernels.decode_top_k(jobs, k=[3, 3], dtype=torch.float32)
+        assert all(bool((out == 7.0).all()) for out in outs)
+
+
+@pytest.mark.parametrize(
+    ("label", "part", "byte", "flipped"),
+    [
+        ("top_k-float32-percent", "packed", -1, 0xFF),
+        ("top_k-float16-half", "bitmap", 0, 1),
+        ("top_k-natural-half-chunked", "counts", 0, 1),
+        ("top_k-natural-half-chunked", "packed", -2, 0xFF),
+    ],
+)
+def test_corrupt_forms_of_indices_raise_and_write_nothing(
+    kernels: ModuleType, label: str, part: str, byte: int, flipped: int
+) -> None:
+    n, kind = 1000, next(kind for kind in KINDS if kind.label == label)
+    assert kind.num_kept is not None
+    good = torch.zeros(align(kind.nbytes(n)), dtype=torch.uint8)
+    kind.encode(reference, [EncodeJob(torch.ones(n), good)])
+    bad = good.clone()
+    layout = top_k_layout(n, kind.num_kept(n), kind.settings["dtype"], kind.settings["chunked"])
+    layout.view(bad, part).view(torch.uint8)[byte] ^= flipped
+    for alpha in (None, 0.5):
+        outs = [torch.full((n,), 7.0, device=DEVICE) for _ in range(2)]
+        with pytest.raises(WireError, match=rf"expected {kind.num_kept(n)} ascending indices below 1000.* in job 1"):
+            kind.decode(
+                kernels, [DecodeJob(d.to(DEVICE), out, alpha) for d, out in zip((good, bad), outs, strict=True)]
+            )
         assert all(bool((out == 7.0).all()) for out in outs)
 
 
