@@ -114,7 +114,6 @@ def _random_k(dtype: torch.dtype, density: float, block: int = 1, period: int = 
         {**decode_settings, "scaled": scaled},
         decode_settings,
         num_kept,
-        on_cuda=False,
     )
 
 
