@@ -94,7 +94,7 @@ class Bench:
             for jobs, residual in zip(plain, self.residuals, strict=True)
         ]
         replace = [
-            [DecodeJob(job.out, part) for job, part in zip(jobs, self._parts(out), strict=True)]
+            [DecodeJob(job.out, part, None, job.key) for job, part in zip(jobs, self._parts(out), strict=True)]
             for jobs, out in zip(plain, self.outs, strict=True)
         ]
         add = [[job._replace(alpha=0.5) for job in jobs] for jobs in replace]

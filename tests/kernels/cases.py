@@ -1,6 +1,6 @@
 """What the kernel tests share: kinds of kernels with their sizes, classes of values, and encoding with guard bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -36,11 +36,11 @@ class Kind:
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
 
-    def encode(self, kernels: ModuleType, jobs: list[EncodeJob], threads: int = 1) -> list[bool]:
+    def encode(self, kernels: ModuleType, jobs: Sequence[EncodeJob], threads: int = 1) -> list[bool]:
         settings = self._with_k(self.settings, [job.x.numel() for job in jobs])
         return getattr(kernels, f"encode_{self.name}")(jobs, **settings, threads=threads)
 
-    def decode(self, kernels: ModuleType, jobs: list[DecodeJob], threads: int = 1) -> None:
+    def decode(self, kernels: ModuleType, jobs: Sequence[DecodeJob], threads: int = 1) -> None:
         settings = self._with_k(self.decode_settings, [job.out.numel() for job in jobs])
         getattr(kernels, f"decode_{self.name}")(jobs, **settings, threads=threads)
 
@@ -68,7 +68,7 @@ def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
     decode_settings = {"bits": bits, "block": block}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
+    return Kind(label, "block_quant", nbytes, settings, decode_settings)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -79,7 +79,7 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
 
     label = f"{'natural' if natural else 'linear'}{bits}-{block or 'partition'}-{'l2' if l2 else 'max'}"
     settings = {"bits": bits, "block": block, "natural": natural}
-    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
+    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings)
 
 
 def natural(bits: int) -> Kind:
@@ -113,7 +113,6 @@ def _top_k(
         {**settings, "selection": selection},
         settings,
         num_kept,
-        on_cuda=not chunked and selection == "exact" and dtype in (torch.float32, torch.float16),
     )
 
 
@@ -132,7 +131,6 @@ def _random_k(dtype: torch.dtype, density: float, block: int = 1, period: int = 
         {**decode_settings, "scaled": scaled},
         decode_settings,
         num_kept,
-        on_cuda=False,
     )
 
 
