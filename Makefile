@@ -52,7 +52,7 @@ docs: $(VENV)/.tools ## the documentation, warnings as errors, into docs/_build/
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 bench-kernels: $(VENV)/.installed ## how fast the kernels are beside a plain copy
-	$(RUN)$(BIN)/python benchmarks/kernels.py
+	$(RUN)$(BIN)/thinwire kernels
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build demo-report .pytest_cache .ruff_cache .hypothesis .import_linter_cache

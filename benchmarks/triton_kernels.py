@@ -11,10 +11,12 @@ all the host does: packing the jobs, launching, and waiting for the flags.
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,17 @@ import triton
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from kernels import Case, N, cases, write_rows
-from thinwire.kernels import DecodeJob, EncodeJob, triton_backend
+from thinwire.aggregators import Dense
+from thinwire.catalogue import catalogue
+from thinwire.compressors import Compressor
+from thinwire.errors import ThinwireError
+from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.random import Key
+from thinwire.recipes import parse_recipe
+from thinwire.spec import BlockSpec
 
+N = 65536
+SPEC = BlockSpec(shape=(N,))
 SETS = 4  # 64 MiB each, several times what a cache holds
 
 
@@ -81,11 +90,12 @@ class Bench:
     def _parts(self, x: Tensor, width: int = N) -> list[Tensor]:
         return [x[i * width : (i + 1) * width] for i in range(self.num_jobs)]
 
-    def _runs(self, case: Case) -> dict[str, Callable[[], object]]:
-        buffers = [torch.empty(self.num_jobs * case.nbytes, dtype=torch.uint8, device="cuda") for _ in range(SETS)]
+    def _runs(self, compressor: Compressor) -> dict[str, Callable[[], object]]:
+        nbytes, specs = compressor.nbytes(SPEC), [SPEC] * self.num_jobs
+        buffers = [torch.empty(self.num_jobs * nbytes, dtype=torch.uint8, device="cuda") for _ in range(SETS)]
         keys = [Key(1, offset=i * N) for i in range(self.num_jobs)]
         plain = [
-            [EncodeJob(*parts) for parts in zip(self._parts(x), self._parts(buffer, case.nbytes), strict=True)]
+            [EncodeJob(*parts) for parts in zip(self._parts(x), self._parts(buffer, nbytes), strict=True)]
             for x, buffer in zip(self.xs, buffers, strict=True)
         ]
         plain = [[job._replace(key=key) for job, key in zip(jobs, keys, strict=True)] for jobs in plain]
@@ -99,25 +109,24 @@ class Bench:
         ]
         add = [[job._replace(alpha=0.5) for job in jobs] for jobs in replace]
 
-        def call(verb: str, settings: dict[str, Any], sets: list[Any]) -> Callable[[], object]:
-            spread = {**settings, "k": [settings["k"]] * self.num_jobs} if "k" in settings else settings
-            function, turn = getattr(triton_backend, f"{verb}_{case.kernel}"), itertools.cycle(sets)
-            return lambda: function(next(turn), **spread)
+        def call(function: Callable[..., object], sets: list[Any]) -> Callable[[], object]:
+            turn = itertools.cycle(sets)
+            return lambda: function(next(turn), specs)
 
         return {
-            "encode": call("encode", case.settings, plain),
-            "encode+feedback": call("encode", case.settings, kept),
-            "decode": call("decode", case.decode_settings, replace),
-            "accumulate": call("decode", case.decode_settings, add),
+            "encode": call(compressor.encode_jobs, plain),
+            "encode+feedback": call(compressor.encode_jobs, kept),
+            "decode": call(compressor.decode_jobs, replace),
+            "accumulate": call(compressor.decode_jobs, add),
         }
 
-    def measure(self, case: Case) -> None:
-        for op, run in self._runs(case).items():
+    def measure(self, compressor: Compressor) -> None:
+        for op, run in self._runs(compressor).items():
             for _ in range(SETS):  # compiles, and leaves bytes in every buffer for the decoders
                 run()
             seconds, wall = device_s(run, self.repeats), call_s(run, self.repeats)
             row: dict[str, str | int | float] = {
-                "compressor": case.compressor,
+                "compressor": compressor.recipe(),
                 "op": op,
                 "nbytes": self.nbytes,
                 "device_s": seconds,
@@ -127,10 +136,16 @@ class Bench:
             }
             self.rows.append(row)
             print(
-                f"{case.compressor:22} {op:16} {seconds * 1e6:9.1f} {row['gb_per_s']:8.0f} {row['copy_ratio']:7.2f} "
-                f"{wall * 1e6:9.0f}",
+                f"{compressor.recipe():26} {op:16} {seconds * 1e6:9.1f} {row['gb_per_s']:8.0f} "
+                f"{row['copy_ratio']:7.2f} {wall * 1e6:9.0f}",
                 flush=True,
             )
+
+
+def compressors() -> list[Compressor]:
+    """Return what the catalogue's recipes send, each once."""
+    parsed = [parse_recipe(entry.recipe) for entry in catalogue()]
+    return list(dict.fromkeys(aggregator.up for aggregator in parsed if not isinstance(aggregator, Dense)))
 
 
 def main() -> int:
@@ -145,12 +160,16 @@ def main() -> int:
     print(f"torch {torch.__version__}, Triton {triton.__version__}")
     rate = bench.nbytes / bench.copy_s / 1e9
     print(f"device copy of the same float32: {bench.copy_s * 1e6:.1f} us, {rate:.0f} GB/s\n")
-    print(f"{'compressor':22} {'op':16} {'us':>9} {'GB/s':>8} {'copy':>7} {'call us':>9}")
-    for case in cases():
-        if args.only in case.compressor:
-            bench.measure(case)
+    print(f"{'compressor':26} {'op':16} {'us':>9} {'GB/s':>8} {'copy':>7} {'call us':>9}")
+    for compressor in compressors():
+        if args.only in compressor.recipe():
+            try:
+                bench.measure(compressor)
+            except ThinwireError as error:  # no such kernel in Triton yet
+                print(f"{compressor.recipe():26} {error}")
     if args.json:
-        write_rows(bench.rows, args.json)
+        text = json.dumps({"rows": bench.rows}, indent=1)
+        print(text) if args.json == "-" else Path(args.json).write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -136,9 +136,22 @@ _FEEDBACK: dict[str, _Kind[Feedback]] = {
 }
 
 
+AGGREGATORS = ("", "gather")  # what may stand before the slash; nothing is the two-shot exchange
+
+
 def recipe_names() -> list[str]:
     """Return every kind a recipe may name."""
     return ["dense", *_KINDS]
+
+
+def example_recipe(kind: str) -> str:
+    """Return the shortest recipe of a kind.
+
+    >>> example_recipe("linear"), example_recipe("int8")
+    ('linear:5', 'int8')
+    """
+    first = _KINDS[kind].first if kind in _KINDS else None
+    return kind if first is None else first[2]
 
 
 def parse_recipe(text: str) -> Aggregator:
@@ -158,7 +171,7 @@ def parse_recipe(text: str) -> Aggregator:
     first, plus, second = rest.partition("+")
     kind, *arguments = first.split(":")
     try:
-        if aggregator not in ("", "gather") or (slash and not aggregator):
+        if aggregator not in AGGREGATORS or (slash and not aggregator):
             raise RecipeError(f"expected the aggregator 'gather' or none, got {aggregator!r}")
         if plus and (aggregator or "dense" in (kind, second.partition(":")[0])):
             raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")

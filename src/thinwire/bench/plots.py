@@ -13,7 +13,7 @@ LOOPBACK_MARK = "plain loopback, no network emulated: says nothing about speed"
 # Greys for PyTorch's own methods, colours that colour-blind readers can tell apart for thinwire's.
 _GREYS = ("#1f2328", "#7d8590", "#b08800", "#57606a")
 _COLOURS = ("#0969da", "#1a9f77", "#d1495b", "#8250df", "#e0812b", "#17a2b8")
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,7 +44,7 @@ def make_plots(document: Mapping[str, Any]) -> dict[str, bytes]:
     runs = [run for run in document["runs"] if run["seed"] == document["runs"][0]["seed"]]
     learned = [run for run in runs if run["curve"]["loss"]]
     plots = {}
-    with matplotlib.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
+    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
         if learned and emulated:
             plots["loss-against-time"] = _loss_plot(learned, "seconds", emulated)
         if learned and not emulated:

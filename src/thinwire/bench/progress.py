@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire.bench.settings import Settings
 from thinwire.bench.table import columns, label, network_line, notes, plain_text, rows
+from thinwire.bench.terminal import rich_table
 
 Event = Mapping[str, Any]
 
@@ -35,12 +36,7 @@ def _run_text(record: Mapping[str, Any]) -> str:
 
 def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Any:
     """A rich table, names left and numbers right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    table = rich_table(headings, [index == 0 for index in range(len(headings))])
     for row in cells:
         table.add_row(*row)
     return table

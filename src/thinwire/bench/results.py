@@ -57,12 +57,9 @@ def make_document(
         "measured_rate_bps": rate * 8 if emulated else None,
         "seconds_per_method": None if settings.steps is not None else settings.seconds,
         "threads_per_rank": 1,
-        "cores": os.cpu_count(),
-        "processor": _processor(),
-        "python": platform.python_version(),
+        **_host(),
         "torch": events.ready["torch"],
         "kernels": events.ready["kernels"],
-        "system": platform.platform(),
     }
     runs = []
     for record in events.records:
@@ -91,6 +88,24 @@ def make_document(
         )
     _add_equal_losses(runs)
     return _finite({"schema": SCHEMA, "conditions": conditions, "runs": runs})
+
+
+def machine() -> dict[str, Any]:
+    """What this process runs on and with, for the conditions of measurements made in it."""
+    import torch
+
+    from thinwire.kernels import backend
+
+    return {**_host(), "torch": torch.__version__, "kernels": backend()}
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
 
 
 def loss_at_step(run: Mapping[str, Any], step: int) -> float | None:
