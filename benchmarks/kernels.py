@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import DecodeJob, EncodeJob, reference
+from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob, reference
 from thinwire.kernels.top_k_layout import NATURAL, top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
@@ -37,6 +37,7 @@ class Case:
     nbytes: int
     settings: dict[str, Any]
     decode_settings: dict[str, Any]
+    shared: bool = False  # there are norms that ranks agreed on
 
 
 def cases() -> list[Case]:
@@ -70,6 +71,15 @@ def cases() -> list[Case]:
         label = f"random_k-{density:g}" + (f"-{block}" if block > 1 else "") + ("-rotating" if period else "")
         settings = {"dtype": torch.float16, "k": k, "block": block, "period": period}
         found.append(Case(label, "random_k", align(2 * k * block), settings, settings))
+    for bits, levels in ((8, 31), (4, 7)):
+        settings = {"bits": bits, "levels": levels, "squared": False}
+        found.append(Case(f"global-linear{bits}", "global_linear", N * bits // 8, settings, settings, shared=True))
+    for density in (0.01, 0.1):
+        k = round(density * N / 64)
+        settings = {"dtype": torch.float16, "k": k, "chunk": 64}
+        found.append(Case(f"top_chunks-{density:g}", "top_chunks", 128 * k, settings, settings, shared=True))
+    settings = {"levels": 125, "squared": False}
+    found.append(Case("global-exponential", "global_exponential", N, settings, settings, shared=True))
     return found
 
 
@@ -121,6 +131,14 @@ class Bench:
         plain = [EncodeJob(x, out, None, 1.0, key) for x, out, key in zip(xs, data, keys, strict=True)]
         kept = [job._replace(residual=residual) for job, residual in zip(plain, residuals, strict=True)]
         replace = [DecodeJob(part, out, None, key) for part, out, key in zip(data, outs, keys, strict=True)]
+        more: dict[str, Callable[[], object]] = {}
+        if case.shared:
+            chunk = case.settings.get("chunk", 0)
+            norm = self.x[:N].view(-1, chunk or N).abs().amax(dim=1)
+            plain, kept = ([job._replace(shared=norm) for job in jobs] for jobs in (plain, kept))
+            replace = [job._replace(shared=norm) for job in replace]
+            more = self._chunk_runs(module, threads, plain, chunk) if chunk else {}
+            more = more or self._shared_runs(case, module, threads, plain, kept)
         add = [job._replace(alpha=0.5) for job in replace]
 
         def call(verb: str, settings: dict[str, Any]) -> Callable[[Any], object]:
@@ -134,7 +152,31 @@ class Bench:
             "encode+residual": lambda: encode(kept),
             "decode": lambda: decode(replace),
             "accumulate": lambda: decode(add),
+            **more,
         }
+
+    def _shared_runs(
+        self, case: Case, module: ModuleType, threads: int, plain: list[EncodeJob], kept: list[EncodeJob]
+    ) -> dict[str, Callable[[], object]]:
+        """Return what comes before encoding, and what is done with two encoded blocks."""
+        norms = [job._replace(shared=torch.empty(1)) for job in plain]
+        norms_of_q = [job._replace(shared=torch.empty(1)) for job in kept]
+        pairs = [ReduceJob(job.out, torch.full_like(job.out, 3), N, Key(2)) for job in plain]
+        bits = {"bits": case.settings["bits"]} if "bits" in case.settings else {}
+        reduce = getattr(module, f"reduce_{case.kernel}")
+        norm = {"block": 0, "l2": False, "squared": False, "threads": threads}
+        return {
+            "norm": lambda: module.shared_norms(norms, **norm),
+            "norm+residual": lambda: module.shared_norms(norms_of_q, **norm),
+            "norm-l2": lambda: module.shared_norms(norms, **{**norm, "l2": True}),
+            "reduce": lambda: reduce(pairs, **bits, threads=threads),
+        }
+
+    def _chunk_runs(
+        self, module: ModuleType, threads: int, plain: list[EncodeJob], chunk: int
+    ) -> dict[str, Callable[[], object]]:
+        norms = [job._replace(shared=torch.empty(N // chunk)) for job in plain]
+        return {"norms": lambda: module.shared_norms(norms, block=chunk, l2=True, squared=True, threads=threads)}
 
     def measure(self, case: Case, threads: int, reference_s: dict[str, float]) -> None:
         floor_s = self.floor_s()

@@ -4,7 +4,7 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+                | onebit | topk | randomk | identity | global | globalexp | topkc
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -22,12 +22,15 @@ from thinwire.compressors import (
     BlockQuant,
     Cast,
     Compressor,
+    GlobalExponential,
+    GlobalLinear,
     Identity,
     LinearDithering,
     NaturalDithering,
     OneBit,
     RandomK,
     TopK,
+    TopKC,
     Unbiased,
     needs_feedback,
 )
@@ -81,6 +84,7 @@ _VALUES: dict[str, Word] = {
 }
 _ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
 _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
+_GLOBAL: dict[str, Word] = {**_NORMS, "across-max": ("across", "max"), "across-l2": ("across", "l2")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
@@ -111,6 +115,14 @@ _KINDS: dict[str, _Kind] = {
         ("density", float, "randomk:0.01"),
     ),
     "identity": _Kind(Identity),
+    "global": _Kind(GlobalLinear, {**_GLOBAL, "halving": ("halving", True)}, {}, ("bits", int, "global:8")),
+    "globalexp": _Kind(GlobalExponential, _GLOBAL),
+    "topkc": _Kind(
+        TopKC,
+        {name: _VALUES[name] for name in ("fp16", "fp32")},
+        {"chunk": int},
+        ("density", float, "topkc:0.01"),
+    ),
 }
 
 
@@ -151,6 +163,22 @@ def parse_recipe(text: str) -> Aggregator:
             return Gather(up=up, feedback=default_feedback(up))
         down = _compressor(second, _KINDS) if plus else up
         return TwoShot(up=up, down=down, feedback=default_feedback(up) or default_feedback(down))
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
+def parse_compressor(text: str) -> Compressor:
+    """Return the compressor alone that a part of a recipe stands for; also kinds that no aggregator takes yet.
+
+    Raises:
+        RecipeError: an unknown name or argument.
+
+    Example:
+        >>> parse_compressor("global:8:halving").recipe()
+        'global:8:halving'
+    """
+    try:
+        return _compressor(text.strip(), _KINDS)
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 

@@ -32,6 +32,15 @@ def check_one_mask(up: Compressor, down: Compressor) -> None:
         )
 
 
+def check_own_scale(compressor: Compressor, aggregator: str) -> None:
+    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where nothing reduces it."""
+    if compressor.statistic_reduction is not None:
+        raise RecipeError(
+            f"{compressor.recipe()}: its scale is agreed on by all ranks before they encode, which {aggregator} does "
+            "not do; expected a kind with scales of its own, as 'int8' or 'natural:5'"
+        )
+
+
 def keeps_residual(compressor: Compressor, feedback: ErrorFeedback | None) -> bool:
     """Return whether this side has anything to remember: feedback is on and the compressor is not exact."""
     contract = compressor.contract(_TYPICAL)

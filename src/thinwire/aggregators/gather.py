@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback
+from thinwire.aggregators.checks import check_feedback, check_own_scale
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
@@ -27,7 +27,8 @@ class Gather(Aggregator):
         feedback: required where the contraction is below 0.9 or there is no contract; refused for unbiased kinds.
 
     Raises:
-        RecipeError: feedback is missing where it is required, or given where it diverges.
+        RecipeError: feedback is missing where it is required, or given where it diverges; or the kind waits for a scale
+            that ranks agree on.
 
     Example:
         >>> Gather(up=OneBit(), feedback=ErrorFeedback()).recipe()
@@ -39,6 +40,7 @@ class Gather(Aggregator):
     down: Compressor = field(default=Identity(), init=False, repr=False)  # nothing is sent back
 
     def __post_init__(self) -> None:
+        check_own_scale(self.up, "Gather")
         check_feedback(self.up, self.feedback)
 
     def recipe(self) -> str:

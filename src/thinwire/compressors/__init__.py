@@ -11,6 +11,9 @@ from thinwire.compressors.contract import Unbiased as Unbiased
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
+from thinwire.compressors.global_qsgd import GlobalExponential as GlobalExponential
+from thinwire.compressors.global_qsgd import GlobalLinear as GlobalLinear
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK
+from thinwire.compressors.top_chunks import TopKC as TopKC
