@@ -1,6 +1,7 @@
 // Dithering: values rounded by chance to levels of one scale a block, evenly spaced ones or powers of two.
 #include "codes.h"
 #include "kernels.h"
+#include "natural.h"
 #include "philox.h"
 #include "tree_sum.h"
 #include "uniform.h"
@@ -9,42 +10,6 @@ namespace thinwire {
 namespace {
 
 constexpr std::size_t TILE = 1024;  // uniforms drawn at a time
-
-// 2^(code - levels), or 0.
-TW_INLINE float natural_level(std::uint32_t code, std::uint32_t levels) {
-    return std::bit_cast<float>(code ? (code + 127 - levels) << 23 : 0);
-}
-
-// Codes of m elements, one a byte; `residual` holds q and is left as q - level * scale.
-template <bool has_residual>
-TW_INLINE void natural_codes(const f32* __restrict x, f32* __restrict residual, std::size_t m, float scale,
-                             std::uint32_t levels, const float* __restrict u, std::uint8_t* __restrict out) {
-    const float lowest = std::bit_cast<float>((128 - levels) << 23);             // 2^(1 - levels)
-    const float lowest_inverse = std::bit_cast<float>((126 + levels) << 23);  // levels <= 127: at most 2^126
-    for (std::size_t i = 0; i < m; i++) {
-        const float q = has_residual ? residual[i] : x[i];
-        const float y = std::bit_cast<float>(magnitude(q)) / scale;
-        // A random fraction added to the bits of a float carries into its exponent with the probability of its mantissa.
-        const auto fraction = static_cast<std::uint32_t>(static_cast<std::int32_t>(u[i] * 0x1p23f));
-        const std::uint32_t carried = ((std::bit_cast<std::uint32_t>(y) + fraction) >> 23) - 127 + levels;
-        const std::uint32_t low = y * lowest_inverse + u[i] >= 1.0f ? 1 : 0;
-        const std::uint32_t code = std::min(y < lowest ? low : carried, levels);
-        const float value = natural_level(code, levels) * scale;
-        const bool negative = q < 0.0f && code > 0;
-        out[i] = static_cast<std::uint8_t>(negative ? code + levels + 1 : code);
-        if constexpr (has_residual) residual[i] = q - (negative ? -value : value);
-    }
-}
-
-template <bool accumulate>
-TW_INLINE void natural_values(const std::uint8_t* __restrict codes, f32* __restrict out, std::size_t m,
-                              std::uint32_t levels, float scale, float alpha) {
-    for (std::size_t i = 0; i < m; i++) {
-        const std::uint32_t code = codes[i];
-        const float value = natural_level(code & levels, levels) * scale;
-        deliver<accumulate>(out[i], code & (levels + 1) ? -value : value, alpha);
-    }
-}
 
 TW_INLINE std::size_t block_of(const Dither& settings, std::size_t n) {
     return settings.block ? settings.block : std::max<std::size_t>(n, 1);
@@ -79,7 +44,7 @@ TW_INLINE bool encode(const EncodeJob& job, const Dither& settings, Scratch& scr
                 const float* u = uniforms(job, place, now, random);
                 f32* residual = has_residual ? job.residual + place : nullptr;
                 if constexpr (natural)
-                    natural_codes<has_residual>(job.x + place, residual, now, scale, levels, u, to + t);
+                    natural_codes<has_residual>(job.x + place, residual, now, scale, levels, levels + 1, u, to + t);
                 else
                     uniform_codes<true, has_residual>(job.x + place, residual, now, scale,
                                                       static_cast<float>(levels), u, to + t);
@@ -107,7 +72,7 @@ TW_INLINE void decode(const DecodeJob& job, const Dither& settings, Scratch& scr
         if (settings.bits < 8) unpack_codes(settings.bits, packed, m, codes);
         const std::uint8_t* from = settings.bits == 8 ? packed : codes;
         if constexpr (natural)
-            natural_values<accumulate>(from, job.out + begin, m, levels, scale, job.alpha);
+            natural_values<accumulate>(from, job.out + begin, m, levels, levels + 1, scale, job.alpha);
         else
             uniform_values<accumulate>(from, job.out + begin, m, settings.bits, scale, job.alpha);
         packed += packed_nbytes(settings.bits, m);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "module.h"
 #include "sockets.h"
 
 namespace nb = nanobind;
@@ -20,13 +21,6 @@ struct FiniteJob {
     const f32* x;
     std::uint64_t n;
 };
-
-template <typename Job> std::vector<Job> unpack(const nb::bytes& packed) {
-    if (packed.size() % sizeof(Job)) throw std::invalid_argument("packed jobs of the wrong size");
-    std::vector<Job> jobs(packed.size() / sizeof(Job));
-    if (!jobs.empty()) std::memcpy(jobs.data(), packed.data(), packed.size());
-    return jobs;
-}
 
 // Run `encode(job, scratch) -> finite` for every job; one byte a job comes back, 1 where finite.
 template <typename Job, typename Encode> nb::bytes encode_all(const nb::bytes& packed, int threads, Encode encode) {
@@ -195,6 +189,7 @@ NB_MODULE(_native, m) {
                                 std::size_t period, int threads) {
         decode_random_k_all(jobs, streams, RandomK{Number{number}, block, period, false}, threads);
     }, nb::arg("jobs"), nb::arg("streams"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("threads"));
+    bind_shared(m);
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
           nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"), nb::arg("piece_nbytes"),
           nb::arg("timeout_ms"), nb::arg("wake"));

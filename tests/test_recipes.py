@@ -9,9 +9,12 @@ from thinwire import (
     EF21,
     BlockQuant,
     Cast,
+    Compressor,
     Dense,
     ErrorFeedback,
     Gather,
+    GlobalExponential,
+    GlobalLinear,
     Identity,
     LinearDithering,
     MomentumCorrection,
@@ -21,12 +24,13 @@ from thinwire import (
     RandomK,
     TernGrad,
     TopK,
+    TopKC,
     TwoShot,
     parse_recipe,
 )
 from thinwire.aggregators import Aggregator
 from thinwire.errors import RecipeError
-from thinwire.recipes import recipe_names
+from thinwire.recipes import parse_compressor, recipe_names
 
 
 def both(compressor, feedback: ErrorFeedback | None = None) -> TwoShot:
@@ -95,6 +99,28 @@ KNOWN: dict[str, Aggregator] = {
     "topk:0.05@ef21": both(TopK(density=0.05), EF21()),
     "gather/int8@ef21": Gather(up=BlockQuant(bits=8), feedback=EF21()),
 }
+
+# Kinds that no aggregator takes yet.
+WAITING: dict[str, Compressor] = {
+    "global:8": GlobalLinear(bits=8),
+    "global:4:l2": GlobalLinear(bits=4, norm="l2"),
+    "global:8:halving": GlobalLinear(bits=8, halving=True),
+    "globalexp": GlobalExponential(),
+    "globalexp:l2:across-l2": GlobalExponential(norm="l2", across="l2"),
+    "topkc:0.01": TopKC(density=0.01),
+    "topkc:0.1:chunk=128:fp32": TopKC(density=0.1, chunk=128, value_dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("text", WAITING)
+def test_kinds_that_wait_for_an_aggregator(text: str) -> None:
+    assert parse_compressor(f" {text} ") == WAITING[text]
+    assert WAITING[text].recipe() == text
+    for whole in (text, f"gather/{text}", f"int8+{text}"):
+        with pytest.raises(RecipeError, match=r"agreed on by all ranks .*; expected a kind with scales of its own"):
+            parse_recipe(whole)
+    with pytest.raises(RecipeError, match=f"recipe '{text}:x': expected"):
+        parse_compressor(f"{text}:x")
 
 
 @pytest.mark.parametrize("text", KNOWN)
@@ -214,5 +240,6 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 
 def test_every_kind_is_listed() -> None:
-    kinds = {kind.split(":")[0] for text in KNOWN for kind in text.partition("@")[0].rpartition("/")[2].split("+")}
+    texts = [text.partition("@")[0].rpartition("/")[2] for text in [*KNOWN, *WAITING]]
+    kinds = {kind.split(":")[0] for text in texts for kind in text.split("+")}
     assert kinds == set(recipe_names())

@@ -9,6 +9,8 @@ from thinwire.api import attach as attach
 from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compressor as Compressor
+from thinwire.compressors import GlobalExponential as GlobalExponential
+from thinwire.compressors import GlobalLinear as GlobalLinear
 from thinwire.compressors import Identity as Identity
 from thinwire.compressors import LinearDithering as LinearDithering
 from thinwire.compressors import NaturalCompression as NaturalCompression
@@ -17,6 +19,7 @@ from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK
 from thinwire.compressors import TernGrad as TernGrad
 from thinwire.compressors import TopK as TopK
+from thinwire.compressors import TopKC as TopKC
 from thinwire.errors import ThinwireError as ThinwireError
 from thinwire.feedback import EF21 as EF21
 from thinwire.feedback import ErrorFeedback as ErrorFeedback

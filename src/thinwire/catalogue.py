@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.aggregators import Aggregator
-from thinwire.compressors import Contract, Contractive, NoContract, Unbiased
+from thinwire.compressors import Compressor, Contract, Contractive, NoContract, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
-from thinwire.recipes import AGGREGATORS, example_recipe, parse_recipe, recipe_names
+from thinwire.recipes import AGGREGATORS, example_recipe, parse_compressor, parse_recipe, recipe_names
 from thinwire.spec import BlockSpec
 
 FULL_PARTITION = BlockSpec(shape=(256, 256))
@@ -59,16 +59,18 @@ class Entry:
 
     Attributes:
         recipe: as the command line spells it.
+        compressor: what ranks send.
         kind: its name in the table of recipes.
         family: the module that the compressor is defined in: "block", "sign", ...
         bits_per_element: what a rank sends, per element.
         contract: what the compressor promises of its error.
-        aggregators: class names of those that take it.
+        aggregators: class names of those that take it; none for kinds that wait for theirs.
         needs_feedback: whether the recipe comes with error feedback.
         when: when to choose it.
     """
 
     recipe: str
+    compressor: Compressor
     kind: str
     family: str
     bits_per_element: float
@@ -90,24 +92,26 @@ def describe(recipe: str) -> Entry:
     """Return the entry of any recipe.
 
     Raises:
-        RecipeError: there is no such recipe, with any aggregator.
+        RecipeError: there is no such recipe, with any aggregator or without.
 
     Example:
         >>> describe("onebit").aggregators
         ('TwoShot', 'Gather')
     """
     possible = list(_with_every_aggregator(recipe))
-    chosen = parse_recipe(recipe) if "/" in recipe or not possible else possible[0]
-    compressor = chosen.up
+    chosen = parse_recipe(recipe) if "/" in recipe else possible[0] if possible else None
+    compressor = parse_compressor(recipe) if chosen is None else chosen.up
+    contract = compressor.contract(FULL_PARTITION)
     docstring = type(compressor).__doc__ or ""
     return Entry(
-        recipe=chosen.recipe(),
+        recipe=(chosen or compressor).recipe(),
+        compressor=compressor,
         kind=_kind(recipe),
         family=type(compressor).__module__.rpartition(".")[2],
         bits_per_element=8 * compressor.nbytes(FULL_PARTITION) / FULL_PARTITION.numel,
-        contract=compressor.contract(FULL_PARTITION),
+        contract=contract,
         aggregators=tuple(dict.fromkeys(type(aggregator).__name__ for aggregator in possible)),
-        needs_feedback=chosen.feedback is not None,
+        needs_feedback=needs_feedback(contract) if chosen is None else chosen.feedback is not None,
         when=WHEN.get(recipe) or docstring.partition("\n")[0].rstrip("."),
     )
 

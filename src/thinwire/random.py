@@ -23,6 +23,7 @@ CHUNK = 8 * _LANES  # elements that one chunk of 16 counters serves: 8 halfwords
 
 OWNER_STREAM = 0x8000_0000  # the second hop's stream: one for all, whoever owns the partition
 SHARED_STREAM = 0x8000_0001  # of kinds whose decoders draw too: one for all ranks and both hops
+MERGE_STREAM = 0x4000_0000  # plus the number of a merge in its tree: where two encoded blocks are reduced to one
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from thinwire.compressors import (
     BlockQuant,
     Cast,
     Compressor,
+    GlobalExponential,
+    GlobalLinear,
     Identity,
     LinearDithering,
     NaturalCompression,
@@ -32,6 +34,7 @@ from thinwire.compressors import (
     RandomK,
     TernGrad,
     TopK,
+    TopKC,
 )
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection
@@ -89,6 +92,7 @@ _VALUES: dict[str, Word] = {
 }
 _ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
 _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
+_GLOBAL: dict[str, Word] = {**_NORMS, "across-max": ("across", "max"), "across-l2": ("across", "l2")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
@@ -121,6 +125,14 @@ _KINDS: dict[str, _Kind[Compressor]] = {
         ("density", float, "randomk:0.01"),
     ),
     "identity": _Kind(Identity),
+    "global": _Kind(GlobalLinear, {**_GLOBAL, "halving": ("halving", True)}, {}, ("bits", int, "global:8")),
+    "globalexp": _Kind(GlobalExponential, _GLOBAL),
+    "topkc": _Kind(
+        TopKC,
+        {name: _VALUES[name] for name in ("fp16", "fp32")},
+        {"chunk": int},
+        ("density", float, "topkc:0.01"),
+    ),
 }
 
 _FEEDBACK: dict[str, _Kind[Feedback]] = {
@@ -190,6 +202,22 @@ def parse_recipe(text: str) -> Aggregator:
         if aggregator == "gather":
             return Gather(up=up, feedback=feedback)
         return TwoShot(up=up, down=down, feedback=feedback)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
+def parse_compressor(text: str) -> Compressor:
+    """Return the compressor alone that a part of a recipe stands for; also kinds that no aggregator takes yet.
+
+    Raises:
+        RecipeError: an unknown name or argument.
+
+    Example:
+        >>> parse_compressor("global:8:halving").recipe()
+        'global:8:halving'
+    """
+    try:
+        return _compressor(text.strip(), _KINDS)
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 

@@ -13,7 +13,7 @@ from thinwire.cli import main
 from thinwire.cli.kernels import parse_nbytes
 from thinwire.recipes import parse_recipe
 
-COMPRESSORS = list(dict.fromkeys(parse_recipe(entry.recipe).up for entry in catalogue()))
+COMPRESSORS = list(dict.fromkeys(entry.compressor for entry in catalogue()))
 
 
 def test_rows_are_the_documented_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ from thinwire import (
     BlockQuant,
     BlockSpec,
     Cast,
+    GlobalExponential,
+    GlobalLinear,
     Identity,
     LinearDithering,
     NaturalCompression,
@@ -18,6 +20,7 @@ from thinwire import (
     RandomK,
     TernGrad,
     TopK,
+    TopKC,
 )
 from thinwire.errors import WireError
 from thinwire.random import Key, philox_4x32_10, uniform, words
@@ -446,6 +449,84 @@ def test_terngrad_refuses_bytes_of_no_five_codes() -> None:
     assert (out == 7).all()
 
 
+# --- one scale for all ranks ----------------------------------------------------------------------------------------
+
+
+def test_global_linear_sends_codes_alone() -> None:
+    x, shared = (
+        torch.tensor([84.0, -42.0, 0.0, 2.0, -84.0]),
+        torch.tensor([84.0]),
+    )  # on levels: nothing is left to chance
+    assert raw(GlobalLinear(summands=3).encode(x, Key(1), shared=shared)) == struct.pack("<5b3x", 42, -21, 0, 1, -42)
+    four = GlobalLinear(bits=4, summands=2)  # 3 levels, 28 each
+    x = torch.tensor([84.0, -28.0, 0.0, -84.0, 56.0])
+    numbers = [3 + 16 * -3, -1 + 16 * 2, 0]
+    assert raw(four.encode(x, Key(1), shared=shared)) == struct.pack("<3bx", *numbers)
+    added = torch.tensor([2 * number for number in numbers] + [0], dtype=torch.int8).view(torch.uint8)
+    assert torch.equal(four.decode(added, BlockSpec(shape=(5,)), shared=shared), 2 * x)
+
+
+def test_global_linear_rounds_as_floor_of_value_plus_uniform() -> None:
+    key, x = Key(77, step=5, stream=2, offset=300), torch.linspace(-63, 63, 500)
+    codes = torch.floor(x + uniform(key, 500)).clamp(-63, 63)
+    data = GlobalLinear(summands=2).encode(x, key, shared=torch.tensor([63.0]))
+    assert torch.equal(data.view(torch.int8).float(), codes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "statistics", "norm"),
+    [
+        (GlobalExponential(), (4.0, 12.0), 12.0),
+        (GlobalExponential(norm="l2"), (5.0, 12.0), 12.0),
+        (GlobalExponential(norm="l2", across="l2"), (25.0, 144.0), 13.0),
+        (GlobalExponential(across="l2"), (16.0, 144.0), 160.0**0.5),
+    ],
+    ids=str,
+)
+def test_global_norms_across_ranks(kind: GlobalExponential, statistics: tuple[float, float], norm: float) -> None:
+    found = [kind.statistic(x) for x in (torch.tensor([3.0, -4.0]), torch.tensor([0.0, 12.0]))]
+    assert [x.tolist() for x in found if x is not None] == [[statistic] for statistic in statistics]
+    shared = torch.tensor([sum(statistics) if kind.statistic_reduction == "sum" else max(statistics)])
+    top = torch.tensor([kind.levels] * 4, dtype=torch.uint8)
+    assert kind.decode(top, BlockSpec(shape=(4,)), shared=shared).tolist() == pytest.approx([norm] * 4)
+
+
+def test_global_exponential_sends_a_sign_and_an_exponent() -> None:
+    x, shared = torch.tensor([8.0, -4.0, 2.0, -0.0, -8.0]), torch.tensor([8.0])
+    kind = GlobalExponential(summands=5)  # three doublings are kept free
+    assert kind.levels == 124
+    assert raw(kind.encode(x, Key(1), shared=shared)) == bytes([124, 128 + 123, 122, 0, 128 + 124, 0, 0, 0])
+
+
+def test_chunks_send_their_values() -> None:
+    x, shared = torch.arange(1, 21).float(), torch.tensor([1.0, 5.0, 5.0])
+    q = TopKC(density=0.4, chunk=8)
+    statistic = q.statistic(x)
+    assert statistic is not None
+    assert statistic.tolist() == [204.0, 1292.0, 1374.0]
+    assert raw(q.encode(x, shared=shared)) == struct.pack("<8e", *range(9, 17))
+    q = TopKC(density=0.7, chunk=8, value_dtype=torch.float32)
+    assert raw(q.encode(x, shared=shared)) == floats(*range(9, 21), 0, 0, 0, 0)
+
+
+def test_global_reductions_are_by_the_uniform() -> None:
+    key = Key(9, step=1, offset=40)
+    u, spec, shared = uniform(key, 64), BlockSpec(shape=(64,)), torch.tensor([127.0])
+    kind = GlobalLinear(halving=True)
+    a, b = torch.full((64,), 9.0), torch.full((64,), 4.0)
+    one, two = (kind.encode(x, Key(1), shared=shared) for x in (a, b))
+    assert torch.equal(kind.decode(kind.reduce_(one, two, spec, key), spec, shared=shared), torch.floor(6.5 + u))
+    kind = GlobalExponential()
+    a, b, shared = torch.full((64,), 8.0), torch.full((64,), 2.0), torch.tensor([8.0])
+    one, two = (kind.encode(x, Key(1), shared=shared) for x in (a, b))
+    summed = kind.decode(kind.reduce_(two, one, spec, key), spec, shared=shared)
+    assert bool((summed == 8.0).all()), "settings for one sender keep no code free for a sum"
+    kind = GlobalExponential(summands=2)
+    one, two = (kind.encode(x, Key(1), shared=shared) for x in (a, b))
+    summed = kind.decode(kind.reduce_(two, one, spec, key), spec, shared=shared)
+    assert torch.equal(summed, torch.where(u < 0.25, 16.0, 8.0))
+
+
 @pytest.mark.parametrize(
     ("compressor", "numel", "nbytes"),
     [
@@ -471,6 +552,10 @@ def test_terngrad_refuses_bytes_of_no_five_codes() -> None:
         (RandomK(density=0.01), 65536, 655 * 2 + 2),
         (RandomK(density=0.01, block=64), 65536, 10 * 64 * 2),
         (RandomK(density=0.01, rotating=True), 65536, 656 * 2),
+        (GlobalLinear(bits=8), 1001, 1004),
+        (GlobalLinear(bits=4, halving=True), 1001, 501 + 3),
+        (GlobalExponential(), 65536, 65536),
+        (TopKC(density=0.01), 65536, 10 * 64 * 2),
     ],
     ids=lambda value: value.recipe() if hasattr(value, "recipe") else str(value),
 )

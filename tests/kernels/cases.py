@@ -28,20 +28,28 @@ class Kind:
     decode_settings: dict[str, Any] = field(default_factory=dict)
     num_kept: Callable[[int], int] | None = None
     on_cuda: bool = True  # has Triton kernels
+    shared: Callable[[int], Tensor] | None = None  # what ranks agreed on, for n elements
 
     @property
     def stochastic(self) -> bool:
-        return bool(self.settings.get("stochastic")) or self.name in ("dither", "natural", "ternary")
+        return bool(self.settings.get("stochastic")) or self.name.startswith(("dither", "natural", "ternary", "global"))
+
+    def _with_shared(self, jobs: Sequence[Any], lengths: list[int]) -> Sequence[Any]:
+        if self.shared is None:
+            return jobs
+        return [job._replace(shared=self.shared(n)) for job, n in zip(jobs, lengths, strict=True)]
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
 
     def encode(self, kernels: ModuleType, jobs: Sequence[EncodeJob], threads: int = 1) -> list[bool]:
-        settings = self._with_k(self.settings, [job.x.numel() for job in jobs])
+        lengths = [job.x.numel() for job in jobs]
+        jobs, settings = self._with_shared(jobs, lengths), self._with_k(self.settings, lengths)
         return getattr(kernels, f"encode_{self.name}")(jobs, **settings, threads=threads)
 
     def decode(self, kernels: ModuleType, jobs: Sequence[DecodeJob], threads: int = 1) -> None:
-        settings = self._with_k(self.decode_settings, [job.out.numel() for job in jobs])
+        lengths = [job.out.numel() for job in jobs]
+        jobs, settings = self._with_shared(jobs, lengths), self._with_k(self.decode_settings, lengths)
         getattr(kernels, f"decode_{self.name}")(jobs, **settings, threads=threads)
 
 
@@ -134,6 +142,40 @@ def _random_k(dtype: torch.dtype, density: float, block: int = 1, period: int = 
     )
 
 
+def _global(kind: str, levels: int, norm: float, squared: bool = False, bits: int = 8) -> Kind:
+    settings = {"levels": levels, "squared": squared} | ({"bits": bits} if kind == "linear" else {})
+    return Kind(
+        f"global_{kind}{bits}-{levels}-{norm:g}{'-squared' if squared else ''}",
+        f"global_{kind}",
+        lambda n: -(-n * bits // 8),
+        settings,
+        settings,
+        on_cuda=False,
+        shared=lambda n: torch.tensor([norm]),
+    )
+
+
+def _top_chunks(dtype: torch.dtype, density: float, chunk: int) -> Kind:
+    settings = {"dtype": dtype, "chunk": chunk}
+
+    def num_kept(n: int) -> int:
+        return min(-(-n // chunk), max(1, int(density * -(-n // chunk))))
+
+    def shared(n: int) -> Tensor:  # many ties
+        return torch.arange(-(-n // chunk)).mul(7).remainder(5).float()
+
+    return Kind(
+        f"top_chunks-{dtype}-{density:g}-{chunk}".replace("torch.", ""),
+        "top_chunks",
+        lambda n: num_kept(n) * chunk * dtype.itemsize,
+        settings,
+        settings,
+        num_kept,
+        on_cuda=False,
+        shared=shared,
+    )
+
+
 _KEPT: dict[str, Callable[[int], int]] = {
     "none": lambda n: 0,
     "one": lambda n: min(1, n),
@@ -184,6 +226,15 @@ KINDS = [
     _random_k(torch.float32, 0.1, scaled=True),
     _random_k(torch.float16, 0.0, 1, period=10),
     _random_k(torch.float32, 0.0, 64, period=3),
+    *(_global("linear", levels, 4.0) for levels in (1, 31, 127)),
+    *(_global("linear", levels, 3.0, bits=4) for levels in (1, 7)),
+    *(_global("linear", 42, norm) for norm in (0.0, 1e-44, 1e-30, 3.4e38)),
+    _global("linear", 3, 10.0, squared=True, bits=4),
+    *(_global("exponential", levels, 3.7) for levels in (111, 124, 127)),
+    *(_global("exponential", 125, norm) for norm in (0.0, 1e-44, 1e-30, 3.4e38)),
+    _global("exponential", 126, 10.0, squared=True),
+    *(_top_chunks(dtype, 0.3, chunk) for dtype in (torch.float16, torch.float32) for chunk in (8, 64, 129)),
+    _top_chunks(torch.bfloat16, 1.0, 64),
 ]
 
 LENGTHS = [0, 1, 2, 7, 8, 9, 127, 128, 129, 511, 512, 513, 1000, 4096, 65535, 65536]

@@ -46,3 +46,12 @@ def default_feedback(*compressors: Compressor) -> ErrorFeedback | None:
 def feedback_suffix(feedback: Feedback | None, *compressors: Compressor) -> str:
     """Return `@` and the feedback's recipe where it is not the default for these kinds."""
     return "" if feedback is None or feedback == default_feedback(*compressors) else f"@{feedback.recipe()}"
+
+
+def check_own_scale(compressor: Compressor, aggregator: str) -> None:
+    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where nothing reduces it."""
+    if compressor.statistic_reduction is not None:
+        raise RecipeError(
+            f"{compressor.recipe()}: its scale is agreed on by all ranks before they encode, which {aggregator} does "
+            "not do; expected a kind with scales of its own, as 'int8' or 'natural:5'"
+        )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback, feedback_suffix
+from thinwire.aggregators.checks import check_feedback, check_own_scale, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
@@ -29,7 +29,8 @@ class Gather(Aggregator):
             is no contract; refused for unbiased kinds.
 
     Raises:
-        RecipeError: feedback is missing where it is required, or given where it diverges.
+        RecipeError: feedback is missing where it is required, or given where it diverges; or the kind waits for a scale
+            that ranks agree on.
 
     Example:
         >>> Gather(up=OneBit(), feedback=ErrorFeedback()).recipe()
@@ -42,6 +43,7 @@ class Gather(Aggregator):
     has_owners: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_own_scale(self.up, "Gather")
         check_feedback(self.up, self.feedback)
 
     def recipe(self) -> str:

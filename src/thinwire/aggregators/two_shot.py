@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback, check_one_mask, feedback_suffix
+from thinwire.aggregators.checks import check_feedback, check_one_mask, check_own_scale, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
@@ -34,8 +34,8 @@ class TwoShot(Aggregator):
             where a compressor's contraction is below 0.9 or has no contract; refused for unbiased kinds.
 
     Raises:
-        RecipeError: feedback is missing where it is required, or given where it diverges; or one mask, shared by both
-            hops, would be scaled for twice.
+        RecipeError: feedback is missing where it is required, or given where it diverges; one mask, shared by both
+            hops, would be scaled for twice; or a kind waits for a scale that ranks agree on.
 
     Example:
         >>> TwoShot(up=TopK(density=0.01), down=TopK(density=0.01), feedback=ErrorFeedback()).recipe()
@@ -52,6 +52,8 @@ class TwoShot(Aggregator):
     feedback: Feedback | None = None
 
     def __post_init__(self) -> None:
+        check_own_scale(self.up, "TwoShot")
+        check_own_scale(self.down, "TwoShot")
         check_feedback(self.up, self.feedback)
         check_feedback(self.down, self.feedback)
         check_one_mask(self.up, self.down)

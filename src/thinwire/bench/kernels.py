@@ -59,9 +59,18 @@ class Blocks:
         self.data = torch.zeros(sum(nbytes), dtype=torch.uint8)
         self.out, self.residual = torch.zeros_like(x), torch.zeros_like(x)
         none = [None] * self.num
-        self._plain = EncodeBatch(split(x, sizes), none, keys, starts, nbytes)
-        self._kept = EncodeBatch(split(x, sizes), split(self.residual, sizes), keys, starts, nbytes)
-        self._decode = DecodeBatch(split(self.out, sizes), starts, nbytes, keys)
+        shared = None
+        if compressor.statistic_reduction is not None:
+            statistics = [compressor.num_statistics(spec) for spec in self.specs]
+            shared = split(torch.zeros(sum(statistics)), statistics)
+        self._plain = EncodeBatch(split(x, sizes), none, keys, starts, nbytes, shared)
+        self._kept = EncodeBatch(split(x, sizes), split(self.residual, sizes), keys, starts, nbytes, shared)
+        self._decode = DecodeBatch(split(self.out, sizes), starts, nbytes, keys, shared)
+        if shared is not None:
+            self._plain.at(self.data, step=0, residual_scales=[0.0] * self.num)
+            compressor.statistic_jobs(self._plain, self.specs, threads=threads)
+            for numbers in shared:
+                numbers.mul_(2)  # room for residuals
 
     def runs(self) -> dict[str, Callable[[], object]]:
         """Return, per operation, the call to time."""

@@ -5,14 +5,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thinwire.aggregators import Dense
 from thinwire.bench.terminal import Column, open_table
 from thinwire.catalogue import catalogue
 from thinwire.cli.bench import argument, positive_int
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
 from thinwire.compressors import Compressor
 from thinwire.errors import ThinwireError
-from thinwire.recipes import parse_recipe
+from thinwire.recipes import parse_compressor
 
 COLUMNS = (
     Column("compressor", 26, left=True),
@@ -61,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     with open_table(COLUMNS, table_file(args.json)) as table:
-        for compressor in args.only or _compressors(",".join(_measured())):
+        for compressor in args.only or _all_compressors():
             for threads in args.threads:
                 table.status(f"measuring {compressor.recipe()}, {threads} threads")
                 try:
                     measured = bench.rows(compressor, threads)
-                except (ThinwireError, NotImplementedError) as error:  # a kind that needs more than x and a key
+                except ThinwireError as error:  # the values do not suit it
                     left_out[compressor.recipe()] = str(error)
                     continue
                 rows += measured
@@ -101,15 +100,14 @@ def _conditions(conditions: Mapping[str, Any]) -> str:
     )
 
 
-def _measured() -> list[str]:
-    """Recipes of the catalogue that call kernels, each compressor once."""
-    recipes = [entry.recipe for entry in catalogue()]
-    return [recipe for recipe in recipes if not isinstance(parse_recipe(recipe), Dense)]
+def _all_compressors() -> list[Compressor]:
+    """Those of the catalogue that call kernels, each once."""
+    return list(dict.fromkeys(entry.compressor for entry in catalogue() if entry.kind != "dense"))
 
 
 def _compressors(text: str) -> list[Compressor]:
     """What the recipes send."""
-    return list(dict.fromkeys(parse_recipe(recipe).up for recipe in text.split(",")))
+    return list(dict.fromkeys(parse_compressor(recipe.rpartition("/")[2]) for recipe in text.split(",")))
 
 
 def _threads(text: str) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json, args.plot)
     if args.plot is not None:
         require_matplotlib()
-    recipes = args.recipes or parse_recipes(",".join(entry.recipe for entry in catalogue()))
+    recipes = args.recipes or parse_recipes(",".join(entry.recipe for entry in catalogue() if entry.aggregators))
     fidelity = Fidelity(Recording(args.file), threads=args.threads)
     rows: list[dict[str, Any]] = []
     with open_table(COLUMNS, table_file(args.json)) as table:

@@ -12,8 +12,11 @@ from thinwire.compressors.contract import is_exact as is_exact
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
+from thinwire.compressors.global_qsgd import GlobalExponential as GlobalExponential
+from thinwire.compressors.global_qsgd import GlobalLinear as GlobalLinear
 from thinwire.compressors.natural import NaturalCompression as NaturalCompression
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK
 from thinwire.compressors.terngrad import TernGrad as TernGrad
+from thinwire.compressors.top_chunks import TopKC as TopKC

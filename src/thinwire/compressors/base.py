@@ -6,13 +6,14 @@ five methods; everything else here is built on those.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors.contract import Contract
 from thinwire.errors import RecipeError, WireError
-from thinwire.kernels import DecodeJob, EncodeJob
+from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob
 from thinwire.random import Key
 from thinwire.spec import BlockSpec
 from thinwire.wire import Layout
@@ -64,6 +65,87 @@ class Compressor(ABC):
         """Return whether some values of a block are not sent at all; what is sent of the others is then not 0."""
         return False
 
+    # --- kinds that several senders encode by one scale, so that their bytes can be combined -------------------------
+
+    @property
+    def statistic_reduction(self) -> Literal["max", "sum"] | None:
+        """How senders combine their statistics before any of them encodes; None: there is no statistic."""
+        return None
+
+    @property
+    def linear(self) -> torch.dtype | None:
+        """The dtype of whose numbers encoded blocks consist, where those of `summands` senders may be added up."""
+        return None
+
+    @property
+    def reducible(self) -> Literal["sum", "mean"] | None:
+        """What a block stands for into which others went by `reduce_`; None: there is no such thing."""
+        return None
+
+    @property
+    def max_summands(self) -> int | None:
+        """How many blocks may be added or reduced to one; None: as many as there are."""
+        return None
+
+    def with_summands(self, count: int) -> Self:
+        """Return the settings for `count` blocks. Raises `RecipeError` beyond `max_summands`."""
+        return self
+
+    def num_statistics(self, spec: BlockSpec) -> int:
+        """Return how many numbers the statistic of a block has."""
+        return 0
+
+    def statistic_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
+        """Write the statistic of many blocks into their `shared`, in one call; inf where a block is not finite."""
+        raise NotImplementedError(f"{self.recipe()} has no statistic")
+
+    def reduce_jobs(self, jobs: Sequence[ReduceJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
+        """Reduce many pairs of encoded blocks in one call."""
+        raise NotImplementedError(f"{self.recipe()} cannot be reduced")
+
+    def statistic(self, x: Tensor, *, residual: Tensor | None = None, residual_scale: float = 1.0) -> Tensor | None:
+        """Return what must be reduced over senders, by `statistic_reduction`, and then passed as `shared`.
+
+        Args:
+            x: the block, as for `encode`.
+            residual: as for `encode`, but only read.
+            residual_scale: dimensionless factor on the residual.
+
+        Returns:
+            (num_statistics,) float32; inf where q is not finite. None for kinds without.
+        """
+        if self.statistic_reduction is None:
+            return None
+        spec = BlockSpec(shape=tuple(x.shape), dtype=x.dtype)
+        flat = x.detach().reshape(-1).to(torch.float32).contiguous()
+        owed = None if residual is None else self._checked_residual(residual, flat)
+        found = torch.empty(self.num_statistics(spec), dtype=torch.float32, device=x.device)
+        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+        self.statistic_jobs([EncodeJob(flat, nothing, owed, residual_scale, None, found)], [spec])
+        return found
+
+    def reduce_(
+        self, acc: Tensor, data: Tensor, spec: BlockSpec, key: Key, *, counts: tuple[int, int] = (1, 1)
+    ) -> Tensor:
+        """Leave in `acc` one encoding of what `acc` and `data` stand for together, unbiased, and return it.
+
+        Args:
+            acc: (nbytes,) uint8, rewritten in place.
+            data: (nbytes,) uint8, encoded with the same `shared`.
+            spec: what they are blocks of.
+            key: the stream of uniforms; other than those that the blocks were encoded with.
+            counts: how many blocks have gone into `acc` and into `data`.
+
+        Raises:
+            WireError: `acc` or `data` is not an encoding of such a block.
+        """
+        for name, block in (("acc", acc), ("data", data)):
+            self.layout(spec).check(block, f"{self.recipe()} reduce_, {name}")
+        self.reduce_jobs([ReduceJob(acc, data, spec.numel, key, counts)], [spec])
+        return acc
+
+    # ------------------------------------------------------------------------------------------------------------------
+
     def nbytes(self, spec: BlockSpec) -> int:
         """Return the encoded size in bytes."""
         return self.layout(spec).nbytes
@@ -74,6 +156,7 @@ class Compressor(ABC):
         key: Key | None = None,
         *,
         out: Tensor | None = None,
+        shared: Tensor | None = None,
         residual: Tensor | None = None,
         residual_scale: float = 1.0,
     ) -> Tensor:
@@ -85,6 +168,7 @@ class Compressor(ABC):
             x: the block; any shape, strides and floating dtype that `BlockSpec` admits.
             key: the stream of uniforms; required by stochastic kinds, unused by others.
             out: (nbytes,) uint8, written in place; allocated when None.
+            shared: (num_statistics,) float32, the reduced statistic; required by kinds that have one, unused by others.
             residual: contiguous float32 with as many elements as `x`; read and rewritten.
             residual_scale: dimensionless factor on the residual.
 
@@ -94,18 +178,19 @@ class Compressor(ABC):
         Raises:
             ValueError: `x`, or what would be sent of it, holds inf or nan; the residual is then as it was.
             WireError: `out` has the wrong size or dtype.
-            RecipeError: a stochastic compressor was given no key.
+            RecipeError: a stochastic compressor was given no key, or one with a statistic no `shared`.
         """
         if self.stochastic and key is None:
             raise RecipeError(f"{self.recipe()} draws random numbers: pass key=Key(...)")
         spec = BlockSpec(shape=tuple(x.shape), dtype=x.dtype)
+        self._check_shared(shared, spec)
         layout = self.layout(spec)
         if out is None:
             out = torch.empty(layout.nbytes, dtype=torch.uint8, device=x.device)
         layout.check(out, f"{self.recipe()} encode, out")
         flat = x.detach().reshape(-1).to(torch.float32).contiguous()
         work = None if residual is None else self._checked_residual(residual, flat).clone()
-        (finite,) = self.encode_jobs([EncodeJob(flat, out, work, residual_scale, key)], [spec])
+        (finite,) = self.encode_jobs([EncodeJob(flat, out, work, residual_scale, key, shared)], [spec])
         if not finite:
             raise ValueError(
                 f"{self.recipe()} encode: expected finite values that fit its wire dtype, got inf, nan or an overflow; "
@@ -115,39 +200,72 @@ class Compressor(ABC):
             residual.copy_(work.view_as(residual))
         return out
 
-    def decode(self, data: Tensor, spec: BlockSpec, key: Key | None = None, *, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        data: Tensor,
+        spec: BlockSpec,
+        key: Key | None = None,
+        *,
+        out: Tensor | None = None,
+        shared: Tensor | None = None,
+    ) -> Tensor:
         """Return the block that `data` stands for, float32, in the shape of `spec`.
 
-        `key` is the one it was encoded with; required where `shared_key`, unused by other kinds.
+        `key` is the one it was encoded with; required where `shared_key`, unused by other kinds. So is `shared`, where
+        there is a statistic.
 
         Raises:
             WireError: `data` is not an encoding of such a block.
-            RecipeError: a kind with a shared key was given none.
+            RecipeError: a kind with a shared key, or with a statistic, was given none.
         """
         self._check_key(key)
+        self._check_shared(shared, spec)
         self.layout(spec).check(data, f"{self.recipe()} decode")
         if out is None:
             out = torch.empty(spec.shape, dtype=torch.float32, device=data.device)
-        self.decode_jobs([DecodeJob(data, self._checked_output(out, spec), None, key)], [spec])
+        self.decode_jobs([DecodeJob(data, self._checked_output(out, spec), None, key, shared)], [spec])
         return out
 
     def accumulate_(
-        self, acc: Tensor, data: Tensor, spec: BlockSpec, key: Key | None = None, *, alpha: float = 1.0
+        self,
+        acc: Tensor,
+        data: Tensor,
+        spec: BlockSpec,
+        key: Key | None = None,
+        *,
+        alpha: float = 1.0,
+        shared: Tensor | None = None,
     ) -> Tensor:
         """Add alpha * decode(data) to `acc` (contiguous float32) in one pass and return it.
 
         Raises:
             WireError: `data` is not an encoding of such a block.
-            RecipeError: a kind with a shared key was given none.
+            RecipeError: a kind with a shared key, or with a statistic, was given none.
         """
         self._check_key(key)
+        self._check_shared(shared, spec)
         self.layout(spec).check(data, f"{self.recipe()} accumulate_")
-        self.decode_jobs([DecodeJob(data, self._checked_output(acc, spec), alpha, key)], [spec])
+        self.decode_jobs([DecodeJob(data, self._checked_output(acc, spec), alpha, key, shared)], [spec])
         return acc
 
     def _check_key(self, key: Key | None) -> None:
         if self.shared_key and key is None:
             raise RecipeError(f"{self.recipe()} draws the numbers of its encoder again: pass key=Key(...)")
+
+    def _check_shared(self, shared: Tensor | None, spec: BlockSpec) -> None:
+        if self.statistic_reduction is None:
+            return
+        if shared is None:
+            raise RecipeError(
+                f"{self.recipe()}: its scale is agreed on by all senders: pass shared=, the "
+                f"{self.statistic_reduction} over senders of what `statistic` returns"
+            )
+        expected = self.num_statistics(spec)
+        if shared.dtype != torch.float32 or shared.shape != (expected,) or not shared.is_contiguous():
+            raise WireError(
+                f"{self.recipe()}, shared: expected contiguous float32 of shape ({expected},), got {shared.dtype} of "
+                f"shape {tuple(shared.shape)}"
+            )
 
     def _checked_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         if residual.dtype != torch.float32 or residual.numel() != x.numel() or not residual.is_contiguous():

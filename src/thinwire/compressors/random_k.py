@@ -94,6 +94,11 @@ class RandomK(Compressor):
         return True
 
     @property
+    def linear(self) -> torch.dtype:
+        """Values at the same places add up as they are."""
+        return self._dtype
+
+    @property
     def period(self) -> int:
         """P, the steps in which every coordinate is sent once; 0 where masks are random."""
         return max(1, round(1 / self.density)) if self.rotating else 0

@@ -18,6 +18,7 @@ from thinwire.kernels.jobs import DecodeBatch as DecodeBatch
 from thinwire.kernels.jobs import DecodeJob as DecodeJob
 from thinwire.kernels.jobs import EncodeBatch as EncodeBatch
 from thinwire.kernels.jobs import EncodeJob as EncodeJob
+from thinwire.kernels.jobs import ReduceJob as ReduceJob
 
 
 @functools.cache
@@ -54,11 +55,11 @@ def _on_cuda() -> types.ModuleType:
         ) from error
 
 
-def serving(jobs: Sequence[EncodeJob] | Sequence[DecodeJob]) -> types.ModuleType:
+def serving(jobs: Sequence[EncodeJob] | Sequence[DecodeJob] | Sequence[ReduceJob]) -> types.ModuleType:
     """Return the module that holds the kernels for the device of the jobs' tensors."""
     if not jobs:
         return active()
-    where = jobs.buffer if isinstance(jobs, Batch) else jobs[0].out
+    where = jobs.buffer if isinstance(jobs, Batch) else jobs[0].acc if isinstance(jobs[0], ReduceJob) else jobs[0].out
     return _on_cuda() if where.is_cuda else active()
 
 

@@ -23,6 +23,7 @@ class EncodeJob(NamedTuple):
     residual: Tensor | None = None  # (n,) float32; read, then overwritten in the same pass
     residual_scale: float = 1.0
     key: Key | None = None  # stochastic kinds only
+    shared: Tensor | None = None  # (m,) float32, kinds with a statistic only: first written, then, reduced, encoded by
 
 
 class DecodeJob(NamedTuple):
@@ -32,6 +33,17 @@ class DecodeJob(NamedTuple):
     out: Tensor  # (n,) float32, contiguous
     alpha: float | None = None
     key: Key | None = None  # kinds with a shared key only
+    shared: Tensor | None = None  # (m,) float32, kinds with a statistic only: what the bytes were encoded by
+
+
+class ReduceJob(NamedTuple):
+    """Leave in `acc` one encoding of what `acc` and `data` stand for together. Reducible kinds only."""
+
+    acc: Tensor  # (layout.nbytes,) uint8
+    data: Tensor  # as many
+    numel: int
+    key: Key
+    counts: tuple[int, int] = (1, 1)  # how many blocks have gone into `acc` and into `data`
 
 
 class Batch:
@@ -41,6 +53,8 @@ class Batch:
         buffer: (at least the end of the last block,) uint8, as of the last `at`.
         starts: (num,) uint64, first byte of each block in it.
         packed, packed_for: what the kernels keep with the batch, and for which payloads it was checked.
+        shared: the `shared` of every job, the same tensors every step.
+        packed_shared: what the kernels keep of those.
     """
 
     def __init__(self, starts: Sequence[int], nbytes: Sequence[int]) -> None:
@@ -48,6 +62,8 @@ class Batch:
         self.starts = np.array(starts, dtype=np.uint64)
         self.packed: Any = None
         self.packed_for: Any = None
+        self.shared: Sequence[Tensor] | None = None
+        self.packed_shared: dict[tuple[str, int], Any] = {}
         self._spans = [(start, start + size) for start, size in zip(starts, nbytes, strict=True)]
         self._end = max((stop for _, stop in self._spans), default=0)
 
@@ -77,8 +93,10 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
         keys: Sequence[Key],
         starts: Sequence[int],
         nbytes: Sequence[int],
+        shared: Sequence[Tensor] | None = None,
     ) -> None:
         super().__init__(starts, nbytes)
+        self.shared = shared
         self.step = 0
         self.residual_scales: Sequence[float] = ()
         self._xs, self._residuals, self._keys = xs, residuals, keys
@@ -98,7 +116,9 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         key = _at_step(self._keys[index], self.step)
-        return EncodeJob(self._xs[index], self._block(index), self._residuals[index], self.residual_scales[index], key)
+        scale = self.residual_scales[index]
+        shared = None if self.shared is None else self.shared[index]
+        return EncodeJob(self._xs[index], self._block(index), self._residuals[index], scale, key, shared)
 
 
 class DecodeBatch(Batch, Sequence[DecodeJob]):
@@ -110,8 +130,10 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
         starts: Sequence[int],
         nbytes: Sequence[int],
         keys: Sequence[Key] | None = None,
+        shared: Sequence[Tensor] | None = None,
     ) -> None:
         super().__init__(starts, nbytes)
+        self.shared = shared
         self.alpha: float | None = None
         self.step = 0
         self._outs, self._keys = outs, keys
@@ -133,7 +155,8 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         key = None if self._keys is None else _at_step(self._keys[index], self.step)
-        return DecodeJob(self._block(index), self._outs[index], self.alpha, key)
+        shared = None if self.shared is None else self.shared[index]
+        return DecodeJob(self._block(index), self._outs[index], self.alpha, key, shared)
 
 
 def _at_step(key: Key, step: int) -> Key:

@@ -14,12 +14,21 @@ from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_global import decode_global_exponential as decode_global_exponential
+from thinwire.kernels.native_global import decode_global_linear as decode_global_linear
+from thinwire.kernels.native_global import encode_global_exponential as encode_global_exponential
+from thinwire.kernels.native_global import encode_global_linear as encode_global_linear
+from thinwire.kernels.native_global import reduce_global_exponential as reduce_global_exponential
+from thinwire.kernels.native_global import reduce_global_linear as reduce_global_linear
+from thinwire.kernels.native_global import shared_norms as shared_norms
 from thinwire.kernels.native_natural import decode_natural as decode_natural
 from thinwire.kernels.native_natural import encode_natural as encode_natural
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.native_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.native_ternary import encode_ternary as encode_ternary
+from thinwire.kernels.native_top_chunks import decode_top_chunks as decode_top_chunks
+from thinwire.kernels.native_top_chunks import encode_top_chunks as encode_top_chunks
 from thinwire.kernels.native_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.native_top_k import encode_top_k as encode_top_k
 

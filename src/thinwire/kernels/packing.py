@@ -54,7 +54,8 @@ def _bad_tensor(name: str, expected: str, got: Tensor) -> NoReturn:
     )
 
 
-def _check(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device | None) -> None:
+def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device | None = None) -> None:
+    """Raise unless a kernel can work on the memory of `tensor`."""
     here = tensor.is_cpu if device is None else tensor.device == device
     if tensor.dtype is not dtype or not tensor.is_contiguous() or not here:
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
@@ -215,22 +216,22 @@ def pack_encode(
         if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_encode(list(jobs), payload_nbytes, k, device), _ENCODE_ROW)
             jobs.packed_for = _purpose(payload_nbytes, k)
-        _check(jobs.buffer, torch.uint8, "out", device)
+        check_tensor(jobs.buffer, torch.uint8, "out", device)
         jobs.packed["out"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["step"] = jobs.step & _MASK32
         jobs.packed["residual_scale"] = jobs.residual_scales
         return jobs.packed.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
-    for (x, out, residual, residual_scale, key), num_kept in pairs:
+    for (x, out, residual, residual_scale, key, _), num_kept in pairs:
         n = x.numel()
-        _check(x, torch.float32, "x", device)
-        _check(out, torch.uint8, "out", device)
+        check_tensor(x, torch.float32, "x", device)
+        check_tensor(out, torch.uint8, "out", device)
         if out.numel() < payload_nbytes(n, num_kept):
             _bad_tensor("out", f"at least {payload_nbytes(n, num_kept)} bytes", out)
         residual_address = 0
         if residual is not None:
-            _check(residual, torch.float32, "residual", device)
+            check_tensor(residual, torch.float32, "residual", device)
             if residual.numel() != n:
                 _bad_tensor("residual", f"{n} elements, as x has", residual)
             residual_address = residual.data_ptr()
@@ -264,17 +265,17 @@ def pack_decode(
         if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_decode(list(jobs), payload_nbytes, k, device), _DECODE_ROW)
             jobs.packed_for = _purpose(payload_nbytes, k)
-        _check(jobs.buffer, torch.uint8, "data", device)
+        check_tensor(jobs.buffer, torch.uint8, "data", device)
         jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
         jobs.packed["accumulate"] = jobs.alpha is not None
         return jobs.packed.tobytes()
     packed: list[bytes] = []
     pairs = zip(jobs, repeat(0)) if k is None else zip(jobs, k, strict=True)
-    for (data, out, alpha, _), num_kept in pairs:
+    for (data, out, alpha, *_), num_kept in pairs:
         n = out.numel()
-        _check(data, torch.uint8, "data", device)
-        _check(out, torch.float32, "out", device)
+        check_tensor(data, torch.uint8, "data", device)
+        check_tensor(out, torch.float32, "out", device)
         if data.numel() < payload_nbytes(n, num_kept):
             raise WireError(
                 f"data: expected at least {payload_nbytes(n, num_kept)} bytes for {n} elements, got {data.numel()}; "
@@ -310,6 +311,6 @@ def pack_finite(tensors: Sequence[Tensor], device: torch.device | None = None) -
     """Check the tensors and pack where they lie and how long they are."""
     packed: list[bytes] = []
     for x in tensors:
-        _check(x, torch.float32, "tensor", device)
+        check_tensor(x, torch.float32, "tensor", device)
         packed.append(FINITE_JOB.pack(x.data_ptr(), x.numel()))
     return b"".join(packed)

@@ -32,8 +32,8 @@ def _linear_values(codes: Tensor, step: Tensor, bits: int) -> Tensor:
     return signed.to(torch.float32) * step
 
 
-def _natural_codes(rows: Tensor, scale: Tensor, u: Tensor, levels: int) -> Tensor:
-    """Return c, with the sign in the bit above: |q| / scale becomes 2^(c - levels), or 0 where c = 0.
+def natural_codes(rows: Tensor, scale: Tensor, u: Tensor, levels: int, sign: int) -> Tensor:
+    """Return c, plus `sign` where negative: |q| / scale becomes 2^(c - levels), or 0 where c = 0.
 
     A random fraction added to the bits of a float carries into its exponent with the probability of its mantissa.
     """
@@ -42,15 +42,24 @@ def _natural_codes(rows: Tensor, scale: Tensor, u: Tensor, levels: int) -> Tenso
     lowest = torch.floor(y * 2.0 ** (levels - 1) + u)  # below the lowest level: it, or 0
     codes = torch.where(y < 2.0 ** (1 - levels), lowest.nan_to_num(0.0).to(torch.int32), carried - 127 + levels)
     codes = codes.clamp(0, levels)
-    return torch.where((codes > 0) & (rows < 0), codes + levels + 1, codes).to(torch.uint8)
+    return torch.where((codes > 0) & (rows < 0), codes + sign, codes).to(torch.uint8)
 
 
-def _natural_values(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    levels = 2 ** (bits - 1) - 1
-    exponent = (codes & levels).to(torch.int32)
+def natural_values(codes: Tensor, scale: Tensor, levels: int, sign: int) -> Tensor:
+    """Return what `natural_codes` stand for; also codes above `levels`, which sums have."""
+    exponent = (codes & (sign - 1)).to(torch.int32)
     level = torch.where(exponent > 0, (exponent + (127 - levels)) << 23, 0).view(torch.float32)
     value = level * scale
-    return torch.where((codes >> (bits - 1)) & 1 > 0, -value, value)
+    return torch.where(codes & sign > 0, -value, value)
+
+
+def _codes(rows: Tensor, scale: Tensor, u: Tensor, levels: int, natural: bool) -> Tensor:
+    return natural_codes(rows, scale, u, levels, levels + 1) if natural else _linear_codes(rows, scale, u, levels)
+
+
+def _values(codes: Tensor, scale: Tensor, bits: int, natural: bool) -> Tensor:
+    half = 2 ** (bits - 1)
+    return natural_values(codes, scale, half - 1, half) if natural else _linear_values(codes, scale, bits)
 
 
 def encode_dither(
@@ -76,13 +85,13 @@ def encode_dither(
             scale = rows.abs().amax(dim=1, keepdim=True)
         if not natural:
             scale = scale_of(scale, levels)
-        codes = (_natural_codes if natural else _linear_codes)(rows, scale, u, levels)
+        codes = _codes(rows, scale, u, levels, natural)
         num_scales = 4 * len(rows)
         job.out[:num_scales].view(torch.float32).copy_(scale.view(-1))
         packed = pack(codes.view(-1)[:n], bits, rows.shape[1])
         job.out[num_scales : num_scales + packed.numel()] = packed
         job.out[num_scales + packed.numel() :].zero_()
-        values = (_natural_values if natural else _linear_values)(codes, scale, bits)
+        values = _values(codes, scale, bits, natural)
         finite.append(finish(job, q, values.view(-1)[:n]))
     return finite
 
@@ -96,4 +105,4 @@ def decode_dither(jobs: Sequence[DecodeJob], *, bits: int, block: int, natural: 
         scale = job.data[: 4 * num_scales].view(torch.float32).repeat_interleave(width)[:n]
         packed = job.data[4 * num_scales :][: blocks_nbytes(n, bits, width)]
         codes = unpack(packed, n, bits, width)
-        deliver(job, (_natural_values if natural else _linear_values)(codes, scale, bits))
+        deliver(job, _values(codes, scale, bits, natural))
