@@ -70,6 +70,10 @@ def cases() -> list[Case]:
         label = f"random_k-{density:g}" + (f"-{block}" if block > 1 else "") + ("-rotating" if period else "")
         settings = {"dtype": torch.float16, "k": k, "block": block, "period": period}
         found.append(Case(label, "random_k", align(2 * k * block), settings, settings))
+    for rank in (1, 4, 16):
+        settings = {"shapes": (256, 256), "rank": rank, "dtype": torch.float16}
+        encode_settings = {**settings, "num_iterations": 2}
+        found.append(Case(f"low_rank-{rank}-256x256", "low_rank", 4 + 2 * rank * 512, encode_settings, settings))
     return found
 
 
@@ -124,7 +128,8 @@ class Bench:
         add = [job._replace(alpha=0.5) for job in replace]
 
         def call(verb: str, settings: dict[str, Any]) -> Callable[[Any], object]:
-            spread = {**settings, "k": [settings["k"]] * count} if "k" in settings else settings
+            per_job = {name: [settings[name]] * count for name in ("k", "shapes") if name in settings}
+            spread = {**settings, **per_job}
             function = getattr(module, f"{verb}_{case.kernel}")
             return lambda jobs: function(jobs, **spread, threads=threads)
 

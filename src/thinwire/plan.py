@@ -13,11 +13,11 @@ from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
 from thinwire.comm.rounds import Round
-from thinwire.compressors import Identity
+from thinwire.compressors import Compressor, Identity
 from thinwire.errors import PlanError
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
-from thinwire.spec import COMPRESSIBLE_DTYPES
+from thinwire.spec import COMPRESSIBLE_DTYPES, BlockSpec, memory_shape
 from thinwire.wire import WIRE_FORMAT
 
 
@@ -56,7 +56,8 @@ class PlanOptions:
     """How parameters are cut and which stay dense.
 
     Attributes:
-        partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices.
+        partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices. Parameters of kinds that
+            need whole matrices are not cut.
         message_nbytes: raw bytes per rank after which a message is closed, if it also has a sixteenth of that to send;
             smaller overlaps better on slow wires, larger costs fewer collectives.
         min_nbytes: recipes and patterns leave smaller parameters dense.
@@ -275,9 +276,10 @@ def build_plan(
         PlanError: a pattern that matches nothing, a policy that returns something else, or no parameters.
     """
     options = options or PlanOptions()
+    tensors = dict(named_parameters)
     infos = [
         ParamInfo(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, index=index)
-        for index, (name, tensor) in enumerate(named_parameters)
+        for index, (name, tensor) in enumerate(tensors.items())
     ]
     if not infos:
         raise PlanError("expected a model with parameters that require gradients, got none")
@@ -295,7 +297,7 @@ def build_plan(
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
-        partitions = _cut(info, aggregator, options, owners)
+        partitions = _cut(info, memory_shape(tensors[info.name]), aggregator, options, owners)
         params.append(PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions))
     return Plan(tuple(reversed(params)), world_size, options)
 
@@ -335,7 +337,7 @@ def _resolver(
             return Dense(), "one-dimensional"
         if info.nbytes < options.min_nbytes:
             return Dense(), f"below {options.min_nbytes:,} bytes"
-        return aggregator, ""
+        return _if_it_pays(info, aggregator)
 
     return resolve
 
@@ -344,12 +346,37 @@ def _with_reason(aggregator: Aggregator) -> tuple[Aggregator, str]:
     return aggregator, "asked for" if isinstance(aggregator, Dense) else ""
 
 
+def _whole(aggregator: Aggregator) -> list[Compressor]:
+    """Return the compressors of an aggregator that must see whole matrices."""
+    return [compressor for compressor in (aggregator.up, aggregator.down) if compressor.unit == "matrix"]
+
+
+def _if_it_pays(info: ParamInfo, aggregator: Aggregator) -> tuple[Aggregator, str]:
+    """Return the aggregator, or dense and why where a kind for matrices has nothing to gain from this one."""
+    if whole := _whole(aggregator):
+        if len(info.shape) < 2:
+            return Dense(), "one-dimensional"  # also with compress_1d: a vector has no rank to lower
+        spec = BlockSpec(shape=info.shape, dtype=info.dtype)
+        for compressor in whole:
+            if 2 * compressor.nbytes(spec) > spec.raw_nbytes:
+                return Dense(), f"{compressor.recipe()} saves less than half"
+    return aggregator, ""
+
+
 def _cut(
-    info: ParamInfo, aggregator: Aggregator, options: PlanOptions, owners: list[tuple[int, int]]
+    info: ParamInfo,
+    shape: tuple[int, ...],
+    aggregator: Aggregator,
+    options: PlanOptions,
+    owners: list[tuple[int, int]],
 ) -> tuple[Partition, ...]:
-    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank)."""
+    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank).
+
+    `shape` is the parameter's in memory order.
+    """
     partitions: list[Partition] = []
-    step = options.partition_numel if not isinstance(aggregator, Dense) else max(info.numel, 1)
+    whole = bool(_whole(aggregator))
+    step = max(info.numel, 1) if whole or isinstance(aggregator, Dense) else options.partition_numel
     key = parameter_key(options.seed, info.name)
     for offset in range(0, max(info.numel, 1), step):
         load, owner = owners[0]
@@ -361,6 +388,7 @@ def _cut(
             owner=owner,
             aggregator=aggregator,
             key=key,
+            shape=shape if whole else None,
         )
         nbytes = partition.spec.raw_nbytes
         if info.dtype in COMPRESSIBLE_DTYPES:

@@ -4,7 +4,7 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+                | onebit | topk | randomk | lowrank | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import torch
 
-from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
+from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot, typical_contract
 from thinwire.compressors import (
     BlockQuant,
     Cast,
     Compressor,
     Identity,
     LinearDithering,
+    LowRank,
     NaturalDithering,
     OneBit,
     RandomK,
@@ -33,7 +34,6 @@ from thinwire.compressors import (
 )
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
-from thinwire.spec import BlockSpec
 
 Word = tuple[str, Any]  # the field that a word sets, and to what
 
@@ -110,6 +110,7 @@ _KINDS: dict[str, _Kind] = {
         {"block": int},
         ("density", float, "randomk:0.01"),
     ),
+    "lowrank": _Kind(LowRank, _VALUES, {"num_iterations": int}, ("rank", int, "lowrank:4")),
     "identity": _Kind(Identity),
 }
 
@@ -164,7 +165,7 @@ def _compressor(text: str, known: Iterable[str]) -> Compressor:
 
 def default_feedback(compressor: Compressor) -> ErrorFeedback | None:
     """Return `ErrorFeedback()` for kinds that need it, None for the others."""
-    contract = compressor.contract(BlockSpec(shape=(65536,)))
+    contract = typical_contract(compressor)
     return None if isinstance(contract, Unbiased) or not needs_feedback(contract) else ErrorFeedback()
 
 

@@ -52,7 +52,7 @@ class Aggregator(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A slice of one parameter, with what is done to it.
+    """A slice of one parameter, or all of it, with what is done to it.
 
     Attributes:
         name: qualified name of the parameter.
@@ -62,6 +62,7 @@ class Partition:
         owner: the rank that forms its mean.
         aggregator: compressors and feedback.
         key: Philox key of the parameter.
+        shape: the parameter's sizes in memory order, where a compressor must see it whole; None for slices.
     """
 
     name: str
@@ -71,11 +72,12 @@ class Partition:
     owner: int
     aggregator: Aggregator
     key: int = 0
+    shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> BlockSpec:
         """What compressors see of it."""
-        return BlockSpec(shape=(self.numel,), dtype=self.dtype)
+        return BlockSpec(shape=self.shape or (self.numel,), dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from thinwire.compressors.contract import Unbiased as Unbiased
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
+from thinwire.compressors.lowrank import LowRank as LowRank
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK

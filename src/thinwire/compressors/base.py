@@ -6,6 +6,7 @@ five methods; everything else here is built on those.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class Compressor(ABC):
     @abstractmethod
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Decode many blocks in one call. Raises `WireError` on bytes that are not an encoding."""
+
+    @property
+    def unit(self) -> Literal["slice", "matrix"]:
+        """What a block must be: any slice of a parameter, in memory order, or a whole one with its dimensions."""
+        return "slice"
 
     @property
     def stochastic(self) -> bool:
