@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.reference_steps import deliver, tree_sum, with_residual
+from thinwire.kernels.reference_steps import deliver, tree_sum
 from thinwire.random import Key, uniform
 
 ErrorForm = Literal["local", "aggregated"]
@@ -141,9 +141,11 @@ def encode_low_rank(
     """
     finite: list[bool] = []
     for job, shape in zip(jobs, shapes, strict=True):
-        values = with_residual(job)
+        # In place: a matrix may be large, and fresh memory costs more in page faults than the products with it.
+        values = job.x if job.residual is None else job.residual.mul_(job.residual_scale).add_(job.x)
         (m, n), r = matrix_shape(shape), effective_rank(shape, rank)
-        scale = _power_of_two_below(values)
+        peak = _peak(values)
+        scale = _power_of_two_below(peak)
         matrix = (values / scale).view(m, n)
         assert job.key is not None, "low rank needs a key"
         q = draw_q(job.key, n, r, values.device)
@@ -157,9 +159,9 @@ def encode_low_rank(
         job.out[4:end].view(dtype).copy_(payload)
         job.out[end:].zero_()
         decoded = _decoded(job.out, shape, rank, dtype, out=matrix)
-        finite.append(_is_finite(values) and _is_finite(decoded))
+        finite.append(bool((peak.isfinite() & _peak(decoded).isfinite()).item()))
         if job.residual is not None:
-            torch.sub(values, decoded, out=job.residual)
+            job.residual.sub_(decoded)
     return finite
 
 
@@ -183,13 +185,15 @@ def _decoded(data: Tensor, shape: Sequence[int], rank: int, dtype: torch.dtype, 
     return reconstruct(p, q, out=out).mul_(data[:4].view(torch.float32)).view(-1)
 
 
-def _is_finite(values: Tensor) -> bool:
-    """Without memory: the extremes are nan where any value is."""
-    return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
+def _peak(values: Tensor) -> Tensor:
+    """Return max|values|, (1,), nan where any value is."""
+    if not values.numel():
+        return values.new_zeros(1)
+    low, high = values.aminmax()
+    return torch.maximum(-low, high).abs().view(1)
 
 
-def _power_of_two_below(values: Tensor) -> Tensor:
-    """Return the largest power of two that is at most max|values|, (1,) float32, and at least the smallest normal."""
-    peak = torch.linalg.vector_norm(values, torch.inf).view(1) if values.numel() else values.new_zeros(1)
+def _power_of_two_below(peak: Tensor) -> Tensor:
+    """Return the largest power of two that is at most `peak`, and at least the smallest normal one."""
     exponent = peak.view(torch.int32) & 0x7F800000  # without the fraction
     return exponent.clamp(min=0x00800000).view(torch.float32)
