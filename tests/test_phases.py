@@ -40,6 +40,16 @@ def test_start_after_is_a_dense_phase() -> None:
     assert [start for start, _ in late.plans] == [0, 5, 7]
 
 
+def test_what_one_phase_needs_whole_is_cut_in_none() -> None:
+    """Low-rank factors need matrices: what was left behind by slices before must still have its place."""
+    for recipe in ("dense until 5 then lowrank:2", "int4 until 5 then lowrank:2", "lowrank:2 until 5 then int4"):
+        plans = [plan for _, plan in phases_of(recipe).plans]
+        cuts = [
+            [(p.name, p.offset, p.numel, p.owner) for param in plan.params for p in param.partitions] for plan in plans
+        ]
+        assert cuts[0] == cuts[1]
+
+
 @pytest.mark.parametrize("recipe", ["int8", "gather/onebit", {"gain": "int8", "*": "dense:fp16"}])
 def test_dense_phases_are_exact_and_go_through_the_same_owners(recipe) -> None:
     (_, dense), (_, plan) = phases_of(recipe, start_after=5).plans

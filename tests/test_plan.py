@@ -259,6 +259,55 @@ def test_small_partitions_do_not_shift_the_large_ones() -> None:
             assert max(r.nbytes) <= 1.1 * sum(r.nbytes) / 4
 
 
+# --- kinds that see whole matrices ----------------------------------------------------------------------------------
+
+
+def test_matrices_stay_whole_and_what_has_no_rank_to_lower_stays_dense() -> None:
+    model = MODEL | {"narrow": torch.zeros(40000, 3), "kernel": torch.zeros(64, 32, 3, 3), "one": torch.zeros(1, 70000)}
+    made = plan("lowrank:4", model=model, compress_1d=True)
+    assert recipes(made) == {
+        "embed.weight": "lowrank:4",
+        "layer.weight": "lowrank:4",
+        "layer.bias": "below 65,536 bytes",
+        "norm.weight": "one-dimensional",
+        "head.weight": "below 65,536 bytes",
+        "narrow": "lowrank:4 saves less than half",
+        "kernel": "lowrank:4",
+        "one": "lowrank:4 saves less than half",
+    }
+    (layer,) = made.by_name["layer.weight"].partitions
+    assert (layer.offset, layer.numel, layer.spec.shape) == (0, 120_000, (300, 400))
+    assert made.by_name["kernel"].partitions[0].spec.shape == (64, 32, 3, 3)
+    assert made.by_name["norm.weight"].partitions[0].spec.shape == (40000,)
+    assert layer.aggregator.up.nbytes(layer.spec) == 4 + 2 * 4 * 700
+    assert recipes(plan("lowrank:4:fp32", model=model, min_nbytes=0))["head.weight"] == "lowrank:4:fp32"
+    assert recipes(plan("lowrank:5:fp32", model=model, min_nbytes=0))["head.weight"].endswith("less than half")
+
+
+def test_one_hop_that_sees_matrices_keeps_them_whole_for_both() -> None:
+    made = plan("int8+lowrank:2")
+    assert [p.spec.shape for p in made.by_name["layer.weight"].partitions] == [(300, 400)]
+    with pytest.raises(PlanError, match=r"^layer\.weight: TopK: expected at most 65536 .* got 120000"):
+        plan("topk:0.01+lowrank:2")
+
+
+def test_a_function_sends_vectors_through_it_too() -> None:
+    made = plan(lambda info: parse_recipe("lowrank:2"))
+    assert set(recipes(made).values()) == {"lowrank:2"}
+
+
+def test_matrices_are_seen_in_the_order_of_memory() -> None:
+    """As they lie in DDP's buckets: a transposed parameter is its transpose, whose rank is the same."""
+    model = {
+        "transposed": torch.zeros(200, 300).t(),
+        "channels_last": torch.zeros(64, 32, 3, 3).to(memory_format=torch.channels_last),
+        "gaps": torch.zeros(200, 600)[:, ::2],
+    }
+    made = plan("lowrank:2", model=model)
+    shapes = {param.info.name: param.partitions[0].spec.shape for param in made.params}
+    assert shapes == {"transposed": (200, 300), "channels_last": (64, 3, 3, 32), "gaps": (200, 300)}
+
+
 # --- messages and arithmetic ----------------------------------------------------------------------------------------
 
 

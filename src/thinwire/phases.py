@@ -94,8 +94,10 @@ def build_phases(
     if len(plans) > 1 and any(not plan.is_dense for plan in plans):
         # Dense phases go through owners then, too: buckets do not show in the bits of any step.
         momentum = _momentum(plans)
+        # A parameter that one phase must see whole is cut in none, so that partitions stay.
+        whole = {p.name for plan in plans for param in plan.params for p in param.partitions if p.shape is not None}
         plans = [
-            build_plan(named, policy, world_size, options, momentum=momentum, all_reduce=False)  # type: ignore[arg-type]
+            build_plan(named, policy, world_size, options, momentum=momentum, all_reduce=False, whole=whole)  # type: ignore[arg-type]
             for policy in policies
         ]
     return Phases(tuple(zip(starts, _carried(_with_same_owners(plans)), strict=True)))

@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot
 from thinwire.comm.rounds import Round
+from thinwire.compressors import Compressor
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
-from thinwire.spec import COMPRESSIBLE_DTYPES
+from thinwire.spec import COMPRESSIBLE_DTYPES, BlockSpec, memory_shape
 from thinwire.wire import WIRE_FORMAT
 
 
@@ -55,7 +56,8 @@ class PlanOptions:
     """How parameters are cut and which stay dense.
 
     Attributes:
-        partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices.
+        partition_numel: elements per partition, at most; 65,536 lets top-k use 16-bit indices. Parameters of kinds that
+            need whole matrices are not cut.
         message_nbytes: raw bytes per rank after which a message is closed, if it also has a sixteenth of that to send;
             smaller overlaps better on slow wires, larger costs fewer collectives.
         min_nbytes: recipes and patterns leave smaller parameters dense.
@@ -254,6 +256,7 @@ def build_plan(
     *,
     momentum: MomentumCorrection | None = None,
     all_reduce: bool = True,
+    whole: Collection[str] = (),
 ) -> Plan:
     """Resolve a policy against a model's parameters.
 
@@ -268,6 +271,7 @@ def build_plan(
         options: cuts and thresholds.
         momentum: for all that stays dense, if other phases of training have it.
         all_reduce: whether a plan without compression may use DDP's own all-reduce; else owners form the mean.
+        whole: names of parameters that are not cut, beside those whose compressor must see them whole.
 
     Raises:
         RecipeError: an unknown recipe or a setting out of range.
@@ -275,9 +279,10 @@ def build_plan(
             some and not for others.
     """
     options = options or PlanOptions()
+    tensors = dict(named_parameters)
     infos = [
         ParamInfo(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, index=index)
-        for index, (name, tensor) in enumerate(named_parameters)
+        for index, (name, tensor) in enumerate(tensors.items())
     ]
     if not infos:
         raise PlanError("expected a model with parameters that require gradients, got none")
@@ -306,7 +311,7 @@ def build_plan(
                 f"{info.name}: expected {momentum} as for other parameters, since the optimizer must have no momentum, "
                 f"got {aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype}"
             )
-        partitions = _cut(info, aggregator, options, owners)
+        partitions = _cut(info, memory_shape(tensors[info.name]), aggregator, options, owners, info.name in whole)
         params.append(
             PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions, slots=aggregator.slots)
         )
@@ -357,7 +362,7 @@ def _resolver(
             return Dense(), "one-dimensional"
         if info.nbytes < options.min_nbytes:
             return Dense(), f"below {options.min_nbytes:,} bytes"
-        return aggregator, ""
+        return _if_it_pays(info, aggregator)
 
     return resolve
 
@@ -366,12 +371,38 @@ def _with_reason(aggregator: Aggregator) -> tuple[Aggregator, str]:
     return aggregator, "asked for" if isinstance(aggregator, Dense) else ""
 
 
+def _whole(aggregator: Aggregator) -> list[Compressor]:
+    """Return the compressors of an aggregator that must see whole matrices."""
+    return [compressor for compressor in (aggregator.up, aggregator.down) if compressor.unit == "matrix"]
+
+
+def _if_it_pays(info: ParamInfo, aggregator: Aggregator) -> tuple[Aggregator, str]:
+    """Return the aggregator, or dense and why where a kind for matrices has nothing to gain from this one."""
+    if whole := _whole(aggregator):
+        if len(info.shape) < 2:
+            return Dense(), "one-dimensional"  # also with compress_1d: a vector has no rank to lower
+        spec = BlockSpec(shape=info.shape, dtype=info.dtype)
+        for compressor in whole:
+            if 2 * compressor.nbytes(spec) > spec.raw_nbytes:
+                return Dense(), f"{compressor.recipe()} saves less than half"
+    return aggregator, ""
+
+
 def _cut(
-    info: ParamInfo, aggregator: Aggregator, options: PlanOptions, owners: list[tuple[int, int]]
+    info: ParamInfo,
+    shape: tuple[int, ...],
+    aggregator: Aggregator,
+    options: PlanOptions,
+    owners: list[tuple[int, int]],
+    whole: bool,
 ) -> tuple[Partition, ...]:
-    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank)."""
+    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank).
+
+    `shape` is the parameter's in memory order.
+    """
     partitions: list[Partition] = []
-    step = options.partition_numel if not isinstance(aggregator, Dense) else max(info.numel, 1)
+    whole = whole or bool(_whole(aggregator))
+    step = max(info.numel, 1) if whole or isinstance(aggregator, Dense) else options.partition_numel
     key = parameter_key(options.seed, info.name)
     for offset in range(0, max(info.numel, 1), step):
         load, owner = owners[0]
@@ -383,6 +414,7 @@ def _cut(
             owner=owner,
             aggregator=aggregator,
             key=key,
+            shape=shape if whole else None,
         )
         nbytes = partition.spec.raw_nbytes
         if info.dtype in COMPRESSIBLE_DTYPES:

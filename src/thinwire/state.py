@@ -15,6 +15,7 @@ from thinwire.aggregators import Block, Partition
 from thinwire.errors import StateError
 from thinwire.feedback import Slot
 from thinwire.plan import Plan
+from thinwire.spec import fills_memory
 
 FORMAT = 2
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
@@ -266,15 +267,5 @@ def _cloned(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _logical(flat: Tensor, like: Tensor) -> Tensor:
-    """View memory in `like`'s order as a tensor of `like`'s shape.
-
-    DDP's buckets keep the strides of parameters that fill their memory without gaps (channels_last among them), and are
-    contiguous for the rest.
-    """
-    dense = sorted((stride, size) for stride, size in zip(like.stride(), like.shape, strict=True) if size > 1)
-    expected = 1
-    for stride, size in dense:
-        if stride != expected:
-            return flat.view(like.shape)
-        expected *= size
-    return flat.as_strided(like.shape, like.stride())
+    """View memory in `like`'s order as a tensor of `like`'s shape."""
+    return flat.as_strided(like.shape, like.stride()) if fills_memory(like) else flat.view(like.shape)

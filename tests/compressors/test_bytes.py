@@ -14,6 +14,7 @@ from thinwire import (
     GlobalLinear,
     Identity,
     LinearDithering,
+    LowRank,
     NaturalCompression,
     NaturalDithering,
     OneBit,
@@ -231,6 +232,36 @@ def test_rotating_takes_units_in_turn() -> None:
 def test_scaled_values_are_multiplied() -> None:
     q, x = RandomK(density=0.3, scaled=True), torch.full((10,), 3.0)
     assert raw(q.encode(x, Key(1))) == raw(torch.full((3,), 3.0) * (torch.tensor(10.0) / 3))
+
+
+# --- low rank -------------------------------------------------------------------------------------------------------
+
+
+def test_low_rank_sends_the_scale_and_two_factors() -> None:
+    """M = [[6, 0], [8, 0]] is 8 times [[.75, 0], [1, 0]]: s = 8, P = (.6, .8), Q = (1.25, 0), or both negative."""
+    x = torch.tensor([[6.0, 0.0], [8.0, 0.0]])
+    data = raw(LowRank(rank=1, value_dtype=torch.float32).encode(x, Key(1)))
+    expected, negative = [0.6, 0.8, 1.25, 0.0], [-0.6, -0.8, -1.25, 0.0]
+    scale, *factors = struct.unpack("<5f", data)
+    assert scale == 8.0
+    assert factors == pytest.approx(expected) or factors == pytest.approx(negative)
+    halves = raw(LowRank(rank=1).encode(x, Key(1)))
+    assert halves in (struct.pack("<f4e", 8.0, *expected), struct.pack("<f4e", 8.0, *negative))
+
+
+def test_low_rank_sends_columns_one_after_another() -> None:
+    p, q = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [[0.5, -1.0], [0.25, 8.0]]
+    columns = [1.0, 3.0, 5.0, 2.0, 4.0, 6.0, 0.5, 0.25, -1.0, 8.0]
+    data = torch.frombuffer(bytearray(floats(2.0, *columns)), dtype=torch.uint8)
+    decoded = LowRank(rank=2, value_dtype=torch.float32).decode(data, BlockSpec(shape=(3, 2)))
+    assert torch.equal(decoded, 2 * torch.tensor(p) @ torch.tensor(q).T)
+
+
+def test_a_vector_is_a_row_and_sent_as_it_is_but_for_rounding() -> None:
+    x = torch.tensor([3.0, -1.5, 0.0, 100.0])
+    for shape in ((4,), (4, 1), (1, 1, 4)):
+        data = LowRank(rank=3, value_dtype=torch.float32).encode(x.view(shape), Key(1))
+        assert raw(data) in (floats(64, 1, *(x / 64)), floats(64, -1, *(-x / 64)))
 
 
 # --- block quantisation ---------------------------------------------------------------------------------------------
@@ -549,6 +580,7 @@ def test_global_reductions_are_by_the_uniform() -> None:
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
+        (LowRank(rank=4), 65536, 4 + 2 * (1 + 65536) + 2),
         (RandomK(density=0.01), 65536, 655 * 2 + 2),
         (RandomK(density=0.01, block=64), 65536, 10 * 64 * 2),
         (RandomK(density=0.01, rotating=True), 65536, 656 * 2),

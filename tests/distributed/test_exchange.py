@@ -23,6 +23,8 @@ RECIPES = [
     "gather/onebit",
     "gather/topk:0.1",
     "gather/int8",
+    "lowrank:2",
+    "gather/lowrank:1:fp32",
 ]
 
 
@@ -76,7 +78,7 @@ def _oracle(plan, step, grads, worker, owner):
             feedback = aggregator.feedback is not None
             data = [
                 aggregator.up.encode(
-                    grad[name][span],
+                    grad[name][span].view(p.spec.shape),
                     Key(p.key, step, rank, p.offset),
                     residual=worker[rank][name][span] if feedback else None,
                 )
@@ -93,7 +95,7 @@ def _oracle(plan, step, grads, worker, owner):
                     residual=owner[name][span] if feedback else None,
                 )
                 total = aggregator.down.decode(back, p.spec)
-            mean[span] = total
+            mean[span] = total.view(-1)
         means[name] = mean.view(param.info.shape)
     return means
 
@@ -208,7 +210,7 @@ def _variants(rank, world_size, recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int8:stochastic", "int4", "topk:0.01", "onebit", "gather/onebit", "bf16", *POLICIES]
+    "recipe", ["int8:stochastic", "int4", "topk:0.01", "onebit", "gather/onebit", "bf16", "lowrank:2", *POLICIES]
 )
 def test_buckets_messages_and_threads_do_not_show_in_the_bits(ranks, recipe):
     results = ranks(3).run(_variants, recipe)

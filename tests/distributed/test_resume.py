@@ -52,7 +52,7 @@ def _second_part(rank, world_size, recipes, folder):
 
 
 def test_resume_is_bit_for_bit(ranks, tmp_path):
-    recipes = ["int8:stochastic", "int4", "topk:0.05", "onebit", "gather/onebit"]
+    recipes = ["int8:stochastic", "int4", "topk:0.05", "onebit", "gather/onebit", "lowrank:2"]
     whole = ranks(3).run(_whole, recipes, str(tmp_path))
     ranks(3).run(_first_part, recipes, str(tmp_path))
     assert ranks(3).run(_second_part, recipes, str(tmp_path)) == whole
@@ -61,9 +61,9 @@ def test_resume_is_bit_for_bit(ranks, tmp_path):
 # --- another world size ---------------------------------------------------------------------------------------------
 
 
-def _four(rank, world_size, folder):
+def _four(rank, world_size, recipe, folder):
     model = DDP(seeded(Tower, 40, 3))
-    with attached(model, "topk:0.05") as link:
+    with attached(model, recipe) as link:
         for step in range(3):
             model.zero_grad()
             loss(model, batch(rank, step, width=40)).backward()
@@ -71,12 +71,12 @@ def _four(rank, world_size, folder):
         return _owed(link.state_dict(), world_size)
 
 
-def _two(rank, world_size, folder, partition_numel):
+def _two(rank, world_size, recipe, folder, partition_numel):
     states = [torch.load(f"{folder}/four-{old}.pt", weights_only=True) for old in range(4)]
     mine = thinwire.reshard_state(states, world_size, partition_numel=partition_numel)[rank]
     model = DDP(seeded(Tower, 40, 3))
     options = dataclasses.replace(ALL, partition_numel=partition_numel)
-    with attached(model, "topk:0.05", options=options) as link:
+    with attached(model, recipe, options=options) as link:
         with pytest.raises(StateError, match="reshard_state"):
             link.load_state_dict(states[rank])
         link.load_state_dict(mine)
@@ -105,15 +105,17 @@ def _owed(state, world_size):
 
 
 @pytest.mark.parametrize("partition_numel", [1024, 300])
-def test_reshard_keeps_what_is_owed(ranks, tmp_path, partition_numel):
-    before = ranks(4).run(_four, str(tmp_path))
-    results = ranks(2).run(_two, str(tmp_path), partition_numel)
+@pytest.mark.parametrize("recipe", ["topk:0.05", "lowrank:2"])
+def test_reshard_keeps_what_is_owed(ranks, tmp_path, recipe, partition_numel):
+    before = ranks(4).run(_four, recipe, str(tmp_path))
+    results = ranks(2).run(_two, recipe, str(tmp_path), partition_numel)
     for owed, step, error, bits in results:
         assert step == 3
         assert error < 2e-6
         assert bits == results[0][3]
         for name, value in before[0].items():
-            assert torch.allclose(owed[name], value, rtol=1e-5, atol=1e-9), name
+            # The new workers' mean is rounded to float32 once.
+            assert torch.allclose(owed[name], value, rtol=1e-5, atol=1e-7 * float(value.abs().max())), name
             assert value.any()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from thinwire.aggregators.checks import TYPICAL
+from thinwire.aggregators.checks import typical_contract
 from thinwire.comm.rounds import Exchange, Round
 from thinwire.compressors import Compressor, is_exact
 from thinwire.feedback import Feedback, Slot
@@ -37,7 +37,7 @@ class Aggregator(ABC):
         """What must be kept of a parameter between steps."""
         if self.feedback is None:
             return frozenset()
-        up, down = (is_exact(compressor.contract(TYPICAL)) for compressor in (self.up, self.down))
+        up, down = (is_exact(typical_contract(compressor)) for compressor in (self.up, self.down))
         return self.feedback.slots(exact_up=up, exact_down=down, owners=self.has_owners)
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Aggregator(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A slice of one parameter, with what is done to it.
+    """A slice of one parameter, or all of it, with what is done to it.
 
     Attributes:
         name: qualified name of the parameter.
@@ -72,6 +72,7 @@ class Partition:
         owner: the rank that forms its mean.
         aggregator: compressors and feedback.
         key: Philox key of the parameter.
+        shape: the parameter's sizes in memory order, where a compressor must see it whole; None for slices.
     """
 
     name: str
@@ -81,11 +82,12 @@ class Partition:
     owner: int
     aggregator: Aggregator
     key: int = 0
+    shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> BlockSpec:
         """What compressors see of it."""
-        return BlockSpec(shape=(self.numel,), dtype=self.dtype)
+        return BlockSpec(shape=self.shape or (self.numel,), dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,21 @@
 """Which compressors may go with which feedback."""
 
-from thinwire.compressors import Compressor, Contractive, Unbiased, needs_feedback
+from thinwire.compressors import Compressor, Contract, Contractive, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21, ErrorFeedback, Feedback
 from thinwire.spec import BlockSpec
 
-TYPICAL = BlockSpec(shape=(65536,))
+_TYPICAL = {"slice": BlockSpec(shape=(65536,)), "matrix": BlockSpec(shape=(65536, 65536))}
+
+
+def typical_contract(compressor: Compressor) -> Contract:
+    """Return the contract for blocks that are neither short nor narrow, so that no rule hangs on one block's shape."""
+    return compressor.contract(_TYPICAL[compressor.unit])
 
 
 def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
     """Raise `RecipeError` for a lossy kind without feedback, and for feedback that a kind diverges under."""
-    contract = compressor.contract(TYPICAL)
+    contract = typical_contract(compressor)
     if feedback is None and needs_feedback(contract):
         raise RecipeError(
             f"{compressor.recipe()}: its contract is {contract}, too weak to train without feedback; "
@@ -30,7 +35,7 @@ def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
 
 def check_one_mask(up: Compressor, down: Compressor) -> None:
     """Raise `RecipeError` where both hops draw one mask and scale for what it leaves out: the mean would be biased."""
-    if up.shared_key and down.shared_key and isinstance(down.contract(TYPICAL), Unbiased):
+    if up.shared_key and down.shared_key and isinstance(typical_contract(down), Unbiased):
         raise RecipeError(
             f"{down.recipe()}: both hops share one mask, and what comes up is scaled for it already; expected it in "
             "one hop, as in 'gather/', or unscaled with feedback"
@@ -39,7 +44,7 @@ def check_one_mask(up: Compressor, down: Compressor) -> None:
 
 def default_feedback(*compressors: Compressor) -> ErrorFeedback | None:
     """Return `ErrorFeedback()` where one of the kinds needs it, else None."""
-    needed = any(needs_feedback(compressor.contract(TYPICAL)) for compressor in compressors)
+    needed = any(needs_feedback(typical_contract(compressor)) for compressor in compressors)
     return ErrorFeedback() if needed else None
 
 

@@ -51,7 +51,7 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
     if method.startswith("ddp"):
         return 4.0
     fast = rate_bps is None or rate_bps >= FAST_BPS
-    few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit"))
+    few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit", "lowrank"))
     if few_bytes:
         slow = rate_bps is not None and rate_bps <= SLOW_BPS
         return 25.0 if fast else 1.0 if slow else 8.0

@@ -97,4 +97,6 @@ def _cells(entry: Entry) -> list[str]:
 def _record(entry: Entry) -> dict[str, Any]:
     contract = dataclasses.asdict(entry.contract)
     limits = {name: value for name, value in contract.items() if name not in ("smallest", "largest")}
-    return {**dataclasses.asdict(entry), "contract": {"type": type(entry.contract).__name__, **limits}}
+    record = {**dataclasses.asdict(entry), "contract": {"type": type(entry.contract).__name__, **limits}}
+    del record["compressor"]
+    return record

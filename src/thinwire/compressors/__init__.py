@@ -14,6 +14,7 @@ from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
 from thinwire.compressors.global_qsgd import GlobalExponential as GlobalExponential
 from thinwire.compressors.global_qsgd import GlobalLinear as GlobalLinear
+from thinwire.compressors.lowrank import LowRank as LowRank
 from thinwire.compressors.natural import NaturalCompression as NaturalCompression
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit

@@ -52,6 +52,11 @@ class Compressor(ABC):
         """Decode many blocks in one call. Raises `WireError` on bytes that are not an encoding."""
 
     @property
+    def unit(self) -> Literal["slice", "matrix"]:
+        """What a block must be: any slice of a parameter, in memory order, or a whole one with its dimensions."""
+        return "slice"
+
+    @property
     def stochastic(self) -> bool:
         """Whether encoding draws random numbers, and so needs a key."""
         return False

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
+from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
 from thinwire.kernels.reference_global import decode_global_exponential as decode_global_exponential

@@ -7,6 +7,8 @@ other decoders do not wait. `threads` is what the other backends take, and chang
 from typing import NoReturn
 
 from thinwire.errors import ThinwireError
+from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
+from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
 from thinwire.kernels.triton_block_quant import decode_block_quant as decode_block_quant
 from thinwire.kernels.triton_block_quant import encode_block_quant as encode_block_quant
 from thinwire.kernels.triton_cast import all_finite as all_finite
