@@ -16,7 +16,7 @@ BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
 RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
 
-.PHONY: demo test test-full test-triton lint types layers docs bench-kernels clean help FORCE
+.PHONY: demo test test-full test-triton test-asan lint types layers docs bench-kernels clean help FORCE
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
@@ -33,6 +33,10 @@ test-full: $(VENV)/.installed ## the core tests again on the reference kernels, 
 
 test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
 	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -m triton_interpreter tests/kernels
+
+test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  $(VENV)/asan/bin/python -m pytest -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
 
 lint: $(VENV)/.tools ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -82,6 +86,14 @@ $(VENV)/.tools: $(VENV)/.installed
 # Beside the environment: a torch for CUDA brings a Triton of its own, which stays as it is.
 $(VENV)/.triton: $(VENV)/.installed
 	$(PIP) install -q --no-deps --upgrade --target $(VENV)/triton $$(grep '^triton==' constraints.txt)
+	@touch $@
+
+# An environment of its own, which sees the packages of the first but not the thinwire installed there.
+$(VENV)/.asan: $(VENV)/.installed $(BUILD) $(wildcard src/thinwire/*.py src/thinwire/*/*.py)
+	$(PYTHON) -m venv --clear --without-pip $(VENV)/asan
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(VENV)/asan/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+	$(PIP) --python $(VENV)/asan/bin/python install -q --no-deps --config-settings=cmake.define.THINWIRE_SANITIZE=ON .
 	@touch $@
 
 .PHONY: iproute2

@@ -25,6 +25,18 @@ struct Dither {
     bool l2;            // the scale is the L2 norm; else the largest magnitude
 };
 
+struct Ternary {
+    std::size_t block;  // 0: the whole partition
+    double clip;        // the scale is at most this many times the root of the mean of q^2; 0: any
+};
+
+// A byte that no five ternary codes give.
+struct BadByte {
+    bool found = false;
+    std::size_t place = 0;  // from the first byte of codes
+    int got = 0;
+};
+
 enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
 
 struct TopK {
@@ -50,6 +62,13 @@ void decode_block_quant(const DecodeJob& job, const BlockQuant& settings, Scratc
 
 bool encode_dither(const EncodeJob& job, const Dither& settings, Scratch& scratch);
 void decode_dither(const DecodeJob& job, const Dither& settings, Scratch& scratch);
+
+bool encode_natural(const EncodeJob& job, int bits, Scratch& scratch);
+void decode_natural(const DecodeJob& job, int bits, Scratch& scratch);
+
+bool encode_ternary(const EncodeJob& job, const Ternary& settings, Scratch& scratch);
+BadByte check_ternary(const DecodeJob& job, std::size_t block);
+void decode_ternary(const DecodeJob& job, std::size_t block);
 
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);

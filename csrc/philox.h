@@ -25,25 +25,36 @@ TW_INLINE void philox_rounds(std::uint32_t& c0, std::uint32_t& c1, std::uint32_t
     }
 }
 
+// Two uniforms of each of sixteen words: one of the low halves, then one of the high halves.
+TW_INLINE void to_uniforms(const std::uint32_t* __restrict words, float* __restrict u) {
+    for (std::size_t lane = 0; lane < LANES; lane++) {
+        // Through int32: vector units convert signed integers.
+        const auto even = static_cast<std::int32_t>(words[lane] & 0xFFFF);
+        const auto odd = static_cast<std::int32_t>(words[lane] >> 16);
+        u[lane] = (static_cast<float>(even) + 0.5f) * 0x1p-16f;
+        u[LANES + lane] = (static_cast<float>(odd) + 0.5f) * 0x1p-16f;
+    }
+}
+
 // Uniforms of elements [128 * chunk, 128 * chunk + 128) of the parameter.
 TW_INLINE void uniform_chunk(const EncodeJob& job, std::uint64_t chunk, float* __restrict u) {
     const std::uint64_t first = LANES * chunk;  // the low word of first + lane never carries
     const auto low = static_cast<std::uint32_t>(first), high = static_cast<std::uint32_t>(first >> 32);
     const auto key0 = static_cast<std::uint32_t>(job.key), key1 = static_cast<std::uint32_t>(job.key >> 32);
+    std::uint32_t words[4][LANES];
     for (std::uint32_t lane = 0; lane < LANES; lane++) {
         std::uint32_t c0 = low + lane, c1 = high, c2 = job.step, c3 = job.stream;
         philox_rounds(c0, c1, c2, c3, key0, key1);
-        const std::uint32_t words[4] = {c0, c1, c2, c3};
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; w++) {
-            // Through int32: vector units convert signed integers.
-            const auto even = static_cast<std::int32_t>(words[w] & 0xFFFF);
-            const auto odd = static_cast<std::int32_t>(words[w] >> 16);
-            u[2 * LANES * w + lane] = (static_cast<float>(even) + 0.5f) * 0x1p-16f;
-            u[2 * LANES * w + LANES + lane] = (static_cast<float>(odd) + 0.5f) * 0x1p-16f;
-        }
+        words[0][lane] = c0;
+        words[1][lane] = c1;
+        words[2][lane] = c2;
+        words[3][lane] = c3;
     }
+    for (std::size_t w = 0; w < 4; w++) to_uniforms(words[w], u + 2 * LANES * w);
 }
+
+// The same of chunks [first, end).
+void uniform_chunks(const EncodeJob& job, std::uint64_t first, std::uint64_t end, float* u);
 
 // How many floats `uniforms` needs for m elements.
 inline std::size_t uniforms_size(std::size_t m) { return m + 2 * UNIFORM_CHUNK; }
@@ -52,8 +63,7 @@ inline std::size_t uniforms_size(std::size_t m) { return m + 2 * UNIFORM_CHUNK; 
 TW_INLINE const float* uniforms(const EncodeJob& job, std::size_t begin, std::size_t m, float* buffer) {
     const std::uint64_t first = job.offset + begin, first_chunk = first / UNIFORM_CHUNK;
     const std::uint64_t end_chunk = (first + m + UNIFORM_CHUNK - 1) / UNIFORM_CHUNK;
-    for (std::uint64_t chunk = first_chunk; chunk < end_chunk; chunk++)
-        uniform_chunk(job, chunk, buffer + UNIFORM_CHUNK * (chunk - first_chunk));
+    uniform_chunks(job, first_chunk, end_chunk, buffer);
     return buffer + first % UNIFORM_CHUNK;
 }
 

@@ -10,6 +10,7 @@
 #if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     __GNUC__ >= 12 && !defined(THINWIRE_SANITIZE)
 #define TW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define TW_HAS_CLONES
 #else
 #define TW_CLONES
 #endif

@@ -42,6 +42,7 @@ def test_there_are_examples() -> None:
         test.name for name in MODULES for test in found.find(importlib.import_module(name)) if test.examples
     }
     compressors = ("Identity", "Cast", "BlockQuant", "LinearDithering", "NaturalDithering", "OneBit", "TopK")
+    compressors += ("NaturalCompression", "TernGrad")
     for shown in (*compressors, "Dense", "Gather", "TwoShot", "ErrorFeedback"):
         assert any(test.endswith(f".{shown}") for test in with_examples), shown
 

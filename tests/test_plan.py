@@ -243,18 +243,6 @@ def test_owners_are_dealt_from_the_last_parameter() -> None:
     assert len(dealt) == 1 + 1 + 1 + 2 + 1
 
 
-def test_the_plan_of_dense_steps_is_exact() -> None:
-    """Whatever the recipe: also 16-bit transport, by all-reduce or through owners."""
-    for policy in ("dense:fp16", "int8", "gather/onebit", {"bias": "int8", "*": "dense:fp16"}):
-        made = plan(policy, 3, {"weight": torch.zeros(300, 300), "bias": torch.zeros(300, 300)})
-        dense = made.uncompressed()
-        for before, after in zip(made.params, dense.params, strict=True):
-            assert after.aggregator in (Dense(), TwoShot(up=Identity(), down=Identity()))
-            assert [(p.offset, p.owner) for p in after.partitions] == [(p.offset, p.owner) for p in before.partitions]
-            assert {p.aggregator for p in after.partitions} == {after.aggregator}
-        assert dense.is_dense == made.is_dense
-
-
 def test_small_partitions_do_not_shift_the_large_ones() -> None:
     """A block of a transformer: each owner gets as many bytes of every message, biases or not."""
     shapes = {

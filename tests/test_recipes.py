@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import (
+    EF21,
     BlockQuant,
     Cast,
     Dense,
@@ -13,9 +14,12 @@ from thinwire import (
     Gather,
     Identity,
     LinearDithering,
+    MomentumCorrection,
+    NaturalCompression,
     NaturalDithering,
     OneBit,
     RandomK,
+    TernGrad,
     TopK,
     TwoShot,
     parse_recipe,
@@ -55,6 +59,12 @@ KNOWN: dict[str, Aggregator] = {
     "natural:8:l2:block=64": both(NaturalDithering(bits=8, norm="l2", block=64)),
     "qsgd:4": both(LinearDithering(bits=4, norm="l2", block=512)),
     "qsgd:2:block=128": both(LinearDithering(bits=2, norm="l2", block=128)),
+    "cnat:8": both(NaturalCompression(bits=8)),
+    "cnat:9": both(NaturalCompression(bits=9)),
+    "terngrad": both(TernGrad()),
+    "terngrad:block=512": both(TernGrad(block=512)),
+    "terngrad:clip=2.5": both(TernGrad(clip=2.5), EF),
+    "terngrad:block=64:clip=1": both(TernGrad(block=64, clip=1.0), EF),
     "onebit": both(OneBit(), EF),
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
@@ -73,6 +83,17 @@ KNOWN: dict[str, Aggregator] = {
     "gather/onebit": Gather(up=OneBit(), feedback=EF),
     "gather/int8:stochastic": Gather(up=BlockQuant(bits=8, rounding="stochastic")),
     "gather/fp16": Gather(up=Cast(dtype=torch.float16)),
+    "int8@ef": both(BlockQuant(bits=8), EF),
+    "topk:0.01@ef:decay=0.9:lr": both(TopK(density=0.01), ErrorFeedback(decay=0.9, lr_correction=True)),
+    "topk:0.001@dgc": both(TopK(density=0.001), MomentumCorrection()),
+    "topk:0.01+int8@dgc:0.95:nesterov:clip=2.5": TwoShot(
+        up=TopK(density=0.01),
+        down=BlockQuant(bits=8),
+        feedback=MomentumCorrection(momentum=0.95, nesterov=True, clip=2.5),
+    ),
+    "gather/onebit@dgc:0.0": Gather(up=OneBit(), feedback=MomentumCorrection(momentum=0.0)),
+    "topk:0.05@ef21": both(TopK(density=0.05), EF21()),
+    "gather/int8@ef21": Gather(up=BlockQuant(bits=8), feedback=EF21()),
 }
 
 
@@ -89,6 +110,8 @@ def test_defaults_may_be_written_out() -> None:
     assert parse_recipe("natural:3:max") == parse_recipe("natural:3")
     assert parse_recipe("onebit:l1") == parse_recipe("onebit")
     assert parse_recipe("topk:1e-2:fp16") == parse_recipe("topk:0.01")
+    assert parse_recipe("topk:0.01@ef:decay=1") == parse_recipe("topk:0.01")
+    assert parse_recipe("topk:0.01@dgc:0.9:nesterov") == parse_recipe("topk:0.01@dgc:nesterov")
 
 
 @given(density=st.floats(min_value=1e-9, max_value=1.0), wide=st.booleans())
@@ -121,6 +144,11 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("linear:9", "bits from 2 to 8", "9"),
         ("natural:x", "a number", "'x'"),
         ("natural:3:l1", "'max', 'l2' or 'block=N'", "'l1'"),
+        ("cnat", "bits, as in 'cnat:8'", ""),
+        ("cnat:7", "bits 8 or 9", "7"),
+        ("cnat:8:l2", "no further argument", "'l2'"),
+        ("terngrad:2", "'block=N' or 'clip=N'", "'2'"),
+        ("terngrad:clip=0.5", "clip of at least 1", "0.5"),
         ("qsgd:4:l2", "'block=N'", "'l2'"),
         ("linear:4:l2:max", "each setting once", "'4:l2:max'"),
         ("topk", "a density, as in 'topk:0.01'", ""),
@@ -154,6 +182,16 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("int8+int9", "one of fp16, bf16", "'int9'"),
         ("dense+int8", "one compressor", "'dense+int8'"),
         ("gather/int8+int8", "one compressor", "'int8+int8'"),
+        ("topk:0.1@", "feedback 'ef', 'dgc' or 'ef21'", "''"),
+        ("topk:0.1@ef22", "feedback 'ef', 'dgc' or 'ef21'", "'ef22'"),
+        ("topk:0.1@ef21:0.9", "no further argument", "'0.9'"),
+        ("topk:0.1@ef:0.9", "'lr' or 'decay=N'", "'0.9'"),
+        ("topk:0.1@dgc:1", r"momentum in \[0, 1\)", "1.0"),
+        ("topk:0.1@dgc:0.9:0.9", "'nesterov' or 'clip=N'", "'0.9'"),
+        ("topk:0.1@dgc:much", "a number", "'much'"),
+        ("topk:0.1@dgc@ef", "feedback 'ef', 'dgc' or 'ef21'", "'dgc@ef'"),
+        ("dense@dgc", "no feedback, since dense loses nothing", "'dgc'"),
+        ("dense:fp16@ef", "no feedback, since dense loses nothing", "'ef'"),
     ],
 )
 def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: str, got: str) -> None:
@@ -165,7 +203,7 @@ def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: st
     assert caught.value.__cause__ is None
 
 
-@given(st.text("abcdefgintoposk0123456789./:=-+", max_size=20))
+@given(st.text("abcdefgintoposk0123456789./:=-+@", max_size=20))
 def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
     try:
         found = parse_recipe(text)
@@ -176,5 +214,5 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 
 def test_every_kind_is_listed() -> None:
-    kinds = {kind.split(":")[0] for text in KNOWN for kind in text.rpartition("/")[2].split("+")}
+    kinds = {kind.split(":")[0] for text in KNOWN for kind in text.partition("@")[0].rpartition("/")[2].split("+")}
     assert kinds == set(recipe_names())

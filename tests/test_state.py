@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire import ErrorFeedback, Identity, OneBit, PlanOptions, TopK, TwoShot, parse_recipe, reshard_state
 from thinwire.aggregators import Aggregator
 from thinwire.errors import StateError
+from thinwire.feedback import Slot
 from thinwire.plan import build_plan
 from thinwire.state import State
 
@@ -38,8 +39,11 @@ def make(
     state = State(plan, params, rank)
     if seed is not None:
         generator = torch.Generator().manual_seed(100 * seed + rank)
-        for residual in (*state.worker.values(), *state.owner.values()):
-            residual.copy_(torch.randn(residual.shape, generator=generator))
+        shared = torch.Generator().manual_seed(seed)
+        for slot, kept in (state.whole | state.owned).items():
+            for tensor in kept.values():
+                source = shared if slot is Slot.DELIVERED else generator
+                tensor.copy_(torch.randn(tensor.shape, generator=source))
         state.step, state.loss_scale = 7, 1024.0
         state.learning_rates = {"linear.weight": 0.1}
     return state
@@ -47,8 +51,16 @@ def make(
 
 def flat_bits(state: State) -> list[object]:
     return [
-        *((name, r.numpy().tobytes()) for name, r in state.worker.items()),
-        *((place, r.numpy().tobytes()) for place, r in state.owner.items()),
+        *(
+            (slot, place, kept.numpy().tobytes())
+            for slot, whole in state.whole.items()
+            for place, kept in whole.items()
+        ),
+        *(
+            (slot, place, kept.numpy().tobytes())
+            for slot, owned in state.owned.items()
+            for place, kept in owned.items()
+        ),
         state.step,
         state.loss_scale,
         state.learning_rates,
@@ -62,10 +74,11 @@ def saved_and_loaded(state_dict: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.parametrize("recipe", ["onebit", "onebit@dgc", "onebit@ef21", "gather/onebit@ef21"])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_checkpoint_restores_every_bit(world_size: int) -> None:
+def test_a_checkpoint_restores_every_bit(world_size: int, recipe: str) -> None:
     for rank in range(world_size):
-        state, fresh = make(rank, world_size), make(rank, world_size, seed=None)
+        state, fresh = make(rank, world_size, recipe), make(rank, world_size, recipe, seed=None)
         assert flat_bits(state) != flat_bits(fresh)
         fresh.load_state_dict(saved_and_loaded(state.state_dict()))
         assert flat_bits(fresh) == flat_bits(state)
@@ -160,7 +173,8 @@ def test_slices_are_views_of_the_state() -> None:
     partitions = [p for param in state._plan.params for p in param.partitions]
     owned = 0
     for p in partitions:
-        residual, own = state.residual(p), state.owner_residual(p)
+        block = state.block(p, torch.zeros(p.numel), state._plan.by_name[p.name].slots)
+        residual, own = block.residual, block.owner_residual
         if p.name == "dense.bias":
             assert residual is None
             assert own is None
@@ -197,16 +211,25 @@ def lacking(saved: dict, kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(format=2), "format 1, got 2"),
-        (lambda s: without(s, "format"), "format 1, got None"),
+        (lambda s: s.update(format=3), "format 2, got 3"),
+        (lambda s: without(s, "format"), "format 2, got None"),
         (lambda s: s.update(rank=1), "saved with rank 1, this run has 0.*reshard_state"),
         (lambda s: s.update(world_size=3), "saved with world_size 3, this run has 2.*reshard_state"),
         (lambda s: s.update(partition_numel=64), "saved with partition_numel 64, this run has 100"),
-        (lambda s: reshaped(s, "worker"), r"linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
-        (lambda s: reshaped(s, "owner"), r"^linear.weight: expected a residual of shape \(30, 20\), got \(20, 30\)"),
+        (
+            lambda s: reshaped(s, "worker"),
+            r"linear.weight: expected its worker residual of shape \(30, 20\), got \(20, 30\)",
+        ),
+        (
+            lambda s: reshaped(s, "owner"),
+            r"^linear.weight: expected its owner residual of shape \(30, 20\), got \(20, 30\)",
+        ),
         (lambda s: lacking(s, "worker"), r"no worker residual for 'linear.weight' \(1 missing\)"),
         (lambda s: lacking(s, "owner"), r"no owner residual for 'linear.weight' \(1 missing\)"),
-        (lambda s: s["worker"].update(other=torch.zeros(3)), "residual for 'other', which this plan sends without"),
+        (
+            lambda s: s["worker"].update(other=torch.zeros(3)),
+            "worker residual for 'other', which this plan sends without",
+        ),
         *((lambda s, key=key: without(s, key), f"without '{key}'") for key in ("step", "loss_scale", "owner", "rank")),
         (lambda s: without(s, "learning_rates"), "without 'learning_rates'"),
     ],
@@ -246,6 +269,51 @@ def test_resharding_conserves_what_is_owed() -> None:
             assert expected[name].any()
 
 
+@pytest.mark.parametrize("recipe", ["onebit@dgc", "onebit@ef21", "gather/onebit@ef21"])
+def test_resharding_conserves_momenta_and_estimates(recipe: str) -> None:
+    """As means over ranks; what owners keep whole; and what all ranks share as it is."""
+    states = [make(rank, 4, recipe).state_dict() for rank in range(4)]
+    resharded = reshard_state(states, 3, partition_numel=37)
+    new = []
+    for rank, one in enumerate(resharded):
+        state = make(rank, 3, recipe, partition_numel=37, seed=None)
+        state.load_state_dict(saved_and_loaded(one))
+        new.append(state.state_dict())
+    kept = [slot for slot in Slot if states[0][slot]]
+    assert set(kept) == parse_recipe(recipe).slots
+    for slot in kept:
+        for name, first in states[0][slot].items():
+            old_and_new = [torch.stack([s[slot][name] for s in group]) for group in (states, new)]
+            if slot is Slot.DELIVERED:
+                assert all(torch.equal(s[slot][name], first) for s in (*states, *new))
+            elif slot.owned:
+                assert torch.equal(*(group.sum(dim=0) for group in old_and_new))
+            else:
+                torch.testing.assert_close(*(group.mean(dim=0) for group in old_and_new), rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_of_other_feedback_is_refused() -> None:
+    for saved, recipe, message in [
+        ("onebit", "onebit@dgc", "no momentum tensor for 'conv.weight'"),
+        (
+            "onebit@dgc",
+            "onebit",
+            "has a momentum tensor for 'conv.weight', which this plan sends without such feedback",
+        ),
+        (
+            "onebit",
+            "onebit@ef21",
+            "has a worker residual for 'conv.weight', which this plan sends without such feedback",
+        ),
+        ("onebit@ef21", "gather/onebit@ef21", "other owners"),
+    ]:
+        state = make(0, 2, recipe)
+        before = flat_bits(state)
+        with pytest.raises(StateError, match=message):
+            state.load_state_dict(make(0, 2, saved).state_dict())
+        assert flat_bits(state) == before
+
+
 def test_resharded_states_share_no_memory() -> None:
     first, second = reshard_state([make(0, 1).state_dict()], 2)
     first["worker"]["linear.weight"].zero_()
@@ -259,7 +327,7 @@ def test_resharded_states_share_no_memory() -> None:
         (lambda s: s.append(s[0]), r"ranks 0\.\.2, got ranks \[0, 0, 1, 2\]"),
         (lambda s: s[1].update(step=8), "rank 1 has step 8, rank 0 has 7"),
         (lambda s: s[2].update(loss_scale=1.0), r"rank 2 has loss_scale 1\.0, rank 0 has 1024\.0"),
-        (lambda s: lacking(s[1], "worker"), "rank 1 and rank 0 do not both have a residual for 'linear.weight'"),
+        (lambda s: lacking(s[1], "worker"), "rank 1 and rank 0 do not both have a worker tensor for 'linear.weight'"),
         (lambda s: without(s[1], "worker"), "without 'worker'"),
         (lambda s: s.clear(), "got 0, 2"),
     ],

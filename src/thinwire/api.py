@@ -36,8 +36,9 @@ def attach(
         model: a `DistributedDataParallel` model on the CPU.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
-            None leaves the parameter dense.
-        optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it.
+            None leaves the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then int4").
+        optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it. With
+            `MomentumCorrection` it is checked to have no momentum of its own.
         scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
             all skip it, and leaves residuals and counters as they were.
         start_after: dense steps before compression begins.
@@ -53,10 +54,11 @@ def attach(
         A `Link`: `plan` (printable), `stats()`, `state_dict()`, `load_state_dict()`.
 
     Raises:
-        AttachError: no process group, another kind of model, a model that has a hook.
+        AttachError: no process group, another kind of model, a model that has a hook, an optimizer that would apply
+            momentum a second time.
         RecipeError: an unknown recipe or a setting out of range.
-        PlanError: a pattern that matches nothing, or ranks whose plans differ; the first difference is named. All ranks
-            raise.
+        PlanError: a pattern that matches nothing, phases that do not go together, or ranks whose plans differ; the
+            first difference is named. All ranks raise.
 
     Example:
         ```python

@@ -1,6 +1,5 @@
 """The plan: a policy resolved once against a model. Printable; its digest is compared across ranks."""
 
-import dataclasses
 import difflib
 import fnmatch
 import hashlib
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot, keeps_residual
+from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot
 from thinwire.comm.rounds import Round
-from thinwire.compressors import Identity
 from thinwire.errors import PlanError
+from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
 from thinwire.spec import COMPRESSIBLE_DTYPES
@@ -77,12 +76,21 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedParam:
-    """One parameter's line of the plan: `reason` says why it travels dense, "" where it is compressed."""
+    """One parameter's line of the plan.
+
+    Attributes:
+        info: which.
+        aggregator: compressors and feedback.
+        reason: why it travels dense, "" where it is compressed.
+        partitions: its slices.
+        slots: what is kept of it between steps.
+    """
 
     info: ParamInfo
     aggregator: Aggregator
     reason: str
     partitions: tuple[Partition, ...]
+    slots: frozenset[Slot] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +112,6 @@ class Plan:
     def is_dense(self) -> bool:
         """Whether nothing is compressed, so that DDP's own all-reduce does it all."""
         return all(isinstance(param.aggregator, Dense) for param in self.params)
-
-    def uncompressed(self) -> "Plan":
-        """Return the plan of dense steps: as this one, but that every compressor is exact.
-
-        Owners still sum, in rank order, so that buckets do not show in the bits of these steps either.
-        """
-
-        def exact(param: PlannedParam) -> PlannedParam:
-            dense = isinstance(param.aggregator, Dense)
-            aggregator = Dense() if dense else TwoShot(up=Identity(), down=Identity())
-            partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
-            return dataclasses.replace(param, aggregator=aggregator, partitions=partitions)
-
-        return dataclasses.replace(self, params=tuple(map(exact, self.params)))
 
     def messages(self, names: Sequence[str]) -> list[MessageLayout]:
         """Cut the parameters `names`, in this order, into messages.
@@ -161,18 +155,15 @@ class Plan:
         return [r for layout in self.messages(names) for r in layout.rounds]
 
     def residual_nbytes(self, rank: int) -> int:
-        """Return the memory of the residuals that `rank` keeps: its own, and those of the partitions it owns.
+        """Return the memory of what feedback keeps on `rank`: its residuals, and those of the partitions it owns.
 
         With a GradScaler as much again is held during a step, so that a skipped one can be undone; without, only for
         the messages under way.
         """
         total = 0
         for param in self.params:
-            aggregator = param.aggregator
-            if keeps_residual(aggregator.up, aggregator.feedback):
-                total += 4 * param.info.numel
-            if keeps_residual(aggregator.down, aggregator.feedback):
-                total += 4 * sum(p.numel for p in param.partitions if p.owner == rank)
+            owned = sum(p.numel for p in param.partitions if p.owner == rank)
+            total += sum(4 * (owned if slot.owned else param.info.numel) for slot in param.slots)
         return total
 
     @property
@@ -260,8 +251,14 @@ def build_plan(
     policy: "str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy",
     world_size: int,
     options: PlanOptions | None = None,
+    *,
+    momentum: MomentumCorrection | None = None,
+    all_reduce: bool = True,
 ) -> Plan:
     """Resolve a policy against a model's parameters.
+
+    Where one parameter is sent with `MomentumCorrection`, the optimizer has no momentum for any: those that stay dense
+    get it here, too, and the others must ask for the same.
 
     Args:
         named_parameters: those that train, in order of registration.
@@ -269,10 +266,13 @@ def build_plan(
             word is final but for dtypes that no compressor takes.
         world_size: number of ranks.
         options: cuts and thresholds.
+        momentum: for all that stays dense, if other phases of training have it.
+        all_reduce: whether a plan without compression may use DDP's own all-reduce; else owners form the mean.
 
     Raises:
         RecipeError: an unknown recipe or a setting out of range.
-        PlanError: a pattern that matches nothing, a policy that returns something else, or no parameters.
+        PlanError: a pattern that matches nothing, a policy that returns something else, no parameters, or momentum for
+            some and not for others.
     """
     options = options or PlanOptions()
     infos = [
@@ -285,7 +285,13 @@ def build_plan(
     resolved = [resolve(info) for info in infos]
     settings = {a for info, (a, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES}
     # One all-reduce sums a whole bucket, so that all in it must travel alike.
-    one_dense = len(settings) <= 1 and all(isinstance(aggregator, Dense) for aggregator in settings)
+    momentum = _one_momentum(settings, momentum)
+    one_dense = (
+        all_reduce
+        and momentum is None
+        and len(settings) <= 1
+        and all(isinstance(aggregator, Dense) for aggregator in settings)
+    )
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
@@ -294,10 +300,26 @@ def build_plan(
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
-            aggregator = TwoShot(up=aggregator.up, down=aggregator.down)
+            aggregator = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
+        if momentum is not None and aggregator.feedback != momentum:
+            raise PlanError(
+                f"{info.name}: expected {momentum} as for other parameters, since the optimizer must have no momentum, "
+                f"got {aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype}"
+            )
         partitions = _cut(info, aggregator, options, owners)
-        params.append(PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions))
+        params.append(
+            PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions, slots=aggregator.slots)
+        )
     return Plan(tuple(reversed(params)), world_size, options)
+
+
+def _one_momentum(settings: Iterable[Aggregator], momentum: MomentumCorrection | None) -> MomentumCorrection | None:
+    """Return the momentum that all parameters get, `momentum` or what the settings say."""
+    found = {momentum} if momentum is not None else set[MomentumCorrection]()
+    found |= {a.feedback for a in settings if isinstance(a.feedback, MomentumCorrection)}
+    if len(found) > 1:
+        raise PlanError(f"expected one momentum for all parameters, got {', '.join(sorted(map(str, found)))}")
+    return next(iter(found), None)
 
 
 def _resolver(

@@ -1,58 +1,61 @@
 """Recipe strings: the one table from short names to settings, for the command line and for `attach`.
 
-    recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
+    recipe      = [aggregator "/"] compressor ["+" compressor] ["@" feedback]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
-    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+    kind        = one of `recipe_names()`
+    feedback    = name *(":" argument)                             (where left out: "ef" where it is needed, else none)
+    name        = ef | dgc | ef21
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
-`topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
+`topk:0.01+int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
+from thinwire.aggregators import default_feedback as default_feedback
 from thinwire.compressors import (
     BlockQuant,
     Cast,
     Compressor,
     Identity,
     LinearDithering,
+    NaturalCompression,
     NaturalDithering,
     OneBit,
     RandomK,
+    TernGrad,
     TopK,
-    Unbiased,
-    needs_feedback,
 )
 from thinwire.errors import RecipeError
-from thinwire.feedback import ErrorFeedback
-from thinwire.spec import BlockSpec
+from thinwire.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection
 
+Made = TypeVar("Made")
 Word = tuple[str, Any]  # the field that a word sets, and to what
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """How the arguments of one kind become fields of its compressor."""
+class _Kind(Generic[Made]):
+    """How the arguments of one kind become fields of its settings."""
 
-    make: Callable[..., Compressor]
+    make: Callable[..., Made]
     words: Mapping[str, Word] = field(default_factory=dict[str, Word])
     numbers: Mapping[str, type[int] | type[float]] = field(default_factory=dict[str, type[int] | type[float]])
     first: tuple[str, type[int] | type[float], str] | None = None  # the field that comes first, bare, and an example
     instead: str | None = None  # the one of `numbers` that may stand in its place
+    optional: bool = False  # whether `first` may be left out
 
-    def __call__(self, arguments: Sequence[str]) -> Compressor:
-        """Return the compressor. Raises `RecipeError`."""
+    def __call__(self, arguments: Sequence[str]) -> Made:
+        """Return the settings. Raises `RecipeError`."""
         chosen: dict[str, Any] = {}
         rest = list(arguments)
-        if self.first is not None and not (rest and self.instead and rest[0].startswith(f"{self.instead}=")):
+        if self.first is not None and not self._left_out(rest):
             name, number, example = self.first
             if not rest or rest[0] in self.words:
                 raise RecipeError(f"expected {name if name == 'bits' else f'a {name}'}, as in {example!r}")
@@ -63,6 +66,11 @@ class _Kind:
                 raise RecipeError(f"expected each setting once, got {':'.join(arguments)!r}")
             chosen[name] = value
         return self.make(**chosen)
+
+    def _left_out(self, rest: Sequence[str]) -> bool:
+        if self.optional and (not rest or rest[0] in self.words or "=" in rest[0]):
+            return True
+        return bool(rest and self.instead and rest[0].startswith(f"{self.instead}="))
 
     def _read(self, argument: str) -> Word:
         name, equals, number = argument.partition("=")
@@ -85,17 +93,19 @@ _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
 
-def _int(bits: Literal[2, 3, 4, 5, 6, 7, 8]) -> _Kind:
+def _int(bits: Literal[2, 3, 4, 5, 6, 7, 8]) -> _Kind[Compressor]:
     return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int})
 
 
-_KINDS: dict[str, _Kind] = {
+_KINDS: dict[str, _Kind[Compressor]] = {
     "fp16": _Kind(partial(Cast, dtype=torch.float16)),
     "bf16": _Kind(partial(Cast, dtype=torch.bfloat16)),
     **{f"int{bits}": _int(bits) for bits in (8, 7, 6, 5, 4, 3, 2)},
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
+    "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
+    "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
     "onebit": _Kind(OneBit, _SCALES),
     "topk": _Kind(
         TopK,
@@ -111,6 +121,18 @@ _KINDS: dict[str, _Kind] = {
         ("density", float, "randomk:0.01"),
     ),
     "identity": _Kind(Identity),
+}
+
+_FEEDBACK: dict[str, _Kind[Feedback]] = {
+    "ef": _Kind(ErrorFeedback, {"lr": ("lr_correction", True)}, {"decay": float}),
+    "dgc": _Kind(
+        MomentumCorrection,
+        {"nesterov": ("nesterov", True)},
+        {"clip": float},
+        ("momentum", float, "dgc:0.9"),
+        optional=True,
+    ),
+    "ef21": _Kind(EF21),
 }
 
 
@@ -144,7 +166,8 @@ def parse_recipe(text: str) -> Aggregator:
         >>> parse_recipe("topk:0.01").up
         TopK(density=0.01, k=None, value_dtype=torch.float16, selection='exact', chunked=False)
     """
-    aggregator, slash, rest = text.strip().rpartition("/")
+    rest, at, wanted = text.strip().partition("@")
+    aggregator, slash, rest = rest.rpartition("/")
     first, plus, second = rest.partition("+")
     kind, *arguments = first.split(":")
     try:
@@ -153,6 +176,8 @@ def parse_recipe(text: str) -> Aggregator:
         if plus and (aggregator or "dense" in (kind, second.partition(":")[0])):
             raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")
         if kind == "dense" and not aggregator:
+            if at:
+                raise RecipeError(f"expected no feedback, since dense loses nothing, got {wanted!r}")
             dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
             if arguments and arguments[0] not in dtypes:
                 raise RecipeError(f"expected 'dense', 'dense:fp16' or 'dense:bf16', got {arguments[0]!r}")
@@ -160,10 +185,11 @@ def parse_recipe(text: str) -> Aggregator:
                 raise RecipeError(f"expected no further argument, got {':'.join(arguments[1:])!r}")
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
         up = _compressor(first, _KINDS if aggregator or plus else recipe_names())
-        if aggregator == "gather":
-            return Gather(up=up, feedback=default_feedback(up))
         down = _compressor(second, _KINDS) if plus else up
-        return TwoShot(up=up, down=down, feedback=default_feedback(up) or default_feedback(down))
+        feedback = _feedback(wanted) if at else default_feedback(up, down)
+        if aggregator == "gather":
+            return Gather(up=up, feedback=feedback)
+        return TwoShot(up=up, down=down, feedback=feedback)
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 
@@ -175,10 +201,11 @@ def _compressor(text: str, known: Iterable[str]) -> Compressor:
     return _KINDS[kind](arguments)
 
 
-def default_feedback(compressor: Compressor) -> ErrorFeedback | None:
-    """Return `ErrorFeedback()` for kinds that need it, None for the others."""
-    contract = compressor.contract(BlockSpec(shape=(65536,)))
-    return None if isinstance(contract, Unbiased) or not needs_feedback(contract) else ErrorFeedback()
+def _feedback(text: str) -> Feedback:
+    kind, *arguments = text.split(":")
+    if kind not in _FEEDBACK:
+        raise RecipeError(f"expected the feedback {_alternatives(_FEEDBACK)}, got {kind!r}")
+    return _FEEDBACK[kind](arguments)
 
 
 def _number(kind: type[int] | type[float], text: str) -> float:

@@ -1,22 +1,23 @@
-"""Residuals and counters that must survive a restart: float32, keyed by parameter name, saved and re-sharded here.
+"""What feedback keeps, and counters, that must survive a restart: keyed by parameter name, saved and re-sharded here.
 
-In a checkpoint residuals have the shape of their parameter; partitions and buckets do not show. Each rank saves its
-own.
+`thinwire.feedback.Slot` lists what there is, residuals among it: float32, in checkpoints in the shape of their
+parameter; partitions and buckets do not show. Each rank saves its own.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Partition, keeps_residual
+from thinwire.aggregators import Block, Partition
 from thinwire.errors import StateError
+from thinwire.feedback import Slot
 from thinwire.plan import Plan
 
-FORMAT = 1
-_KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", "worker", "owner")
+FORMAT = 2
+_KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
 
 
 class State:
@@ -35,43 +36,67 @@ class State:
         self.step = 0  # committed steps; keys every random stream
         self.loss_scale = 1.0  # residuals are in units of loss_scale x gradient; as of the last committed step
         self.learning_rates: dict[str, float] = {}  # of the last committed step, where feedback corrects for them
-        # Flat, in the parameter's memory order, (numel,) float32; encode rewrites slices of them in place.
-        self.worker: dict[str, Tensor] = {}
+        # Per slot and parameter: flat, in the parameter's memory order, (numel,) float32; rewritten in place by slices.
+        self.whole: dict[Slot, dict[str, Tensor]] = {slot: {} for slot in Slot if not slot.owned}
         # Only partitions owned here, (partition.numel,) float32.
-        self.owner: dict[tuple[str, int], Tensor] = {}
+        self.owned: dict[Slot, dict[tuple[str, int], Tensor]] = {slot: {} for slot in Slot if slot.owned}
         for param in plan.params:
-            aggregator = param.aggregator
-            if keeps_residual(aggregator.up, aggregator.feedback):
-                self.worker[param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
-            if keeps_residual(aggregator.down, aggregator.feedback):
+            for slot in param.slots:
+                if not slot.owned:
+                    self.whole[slot][param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
+                    continue
                 for partition in param.partitions:
                     if partition.owner == rank:
-                        self.owner[partition.name, partition.offset] = torch.zeros(partition.numel, dtype=torch.float32)
+                        place = partition.name, partition.offset
+                        self.owned[slot][place] = torch.zeros(partition.numel, dtype=torch.float32)
+
+    @property
+    def worker(self) -> dict[str, Tensor]:
+        """This rank's residuals."""
+        return self.whole[Slot.WORKER]
+
+    @property
+    def owner(self) -> dict[tuple[str, int], Tensor]:
+        """The residuals of the partitions owned here."""
+        return self.owned[Slot.OWNER]
 
     @property
     def _owners(self) -> str:
-        """A digest of who owns which of the partitions with an owner's residual."""
+        """A digest of who owns which of the partitions of which owners keep something."""
         owners = [
             f"{p.name} {p.offset} {p.owner}"
             for param in self._plan.params
-            if keeps_residual(param.aggregator.down, param.aggregator.feedback)
+            if any(slot.owned for slot in param.slots)
             for p in param.partitions
         ]
         return hashlib.sha256("\n".join(owners).encode()).hexdigest()
 
-    def residual(self, partition: Partition) -> Tensor | None:
-        """Return the slice of this rank's residual that belongs to a partition, or None."""
-        whole = self.worker.get(partition.name)
-        return None if whole is None else whole[partition.offset : partition.offset + partition.numel]
+    def block(self, partition: Partition, value: Tensor, slots: Collection[Slot]) -> Block:
+        """Return a block with the slices of `slots` that belong to it."""
+        place, kept = (partition.name, partition.offset), dict[Slot, Tensor]()
+        for slot in slots:
+            if not slot.owned:
+                kept[slot] = self.whole[slot][partition.name][partition.offset : partition.offset + partition.numel]
+            elif place in self.owned[slot]:
+                kept[slot] = self.owned[slot][place]
+        residual, owner_residual = kept.pop(Slot.WORKER, None), kept.pop(Slot.OWNER, None)
+        return Block(partition, value, residual, owner_residual, kept)
 
-    def owner_residual(self, partition: Partition) -> Tensor | None:
-        """Return the owner's residual of a partition owned here, or None."""
-        return self.owner.get((partition.name, partition.offset))
+    def rescale(self, ratio: float, fresh: Collection[tuple[Slot, str]]) -> None:
+        """Bring all into the units of a new loss scale but `fresh`, slots and parameters that are in them already."""
+        for slot, whole in self.whole.items():
+            for name, tensor in whole.items():
+                if (slot, name) not in fresh:
+                    tensor.mul_(ratio)
+        for slot, owned in self.owned.items():
+            for (name, _), tensor in owned.items():
+                if (slot, name) not in fresh:
+                    tensor.mul_(ratio)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all residuals."""
-        return sum(4 * residual.numel() for residual in (*self.worker.values(), *self.owner.values()))
+        """Memory of all that is kept."""
+        return sum(tensor.nbytes for kept in (*self.whole.values(), *self.owned.values()) for tensor in kept.values())
 
     def squared_norm(self) -> float:
         """Return the squared norm of this rank's residuals, in units of the unscaled gradient."""
@@ -81,16 +106,9 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Return plain tensors and numbers (`torch.load(..., weights_only=True)` reads them). Save one per rank.
 
-        `worker` and `owner` map parameter names to float32 tensors of the parameter's shape; `owner` is zero wherever
-        another rank owns. Both are in units of `loss_scale` times the gradient.
+        Every slot maps parameter names to float32 tensors of the parameter's shape; those that owners keep are zero
+        wherever another rank owns. All are in units of `loss_scale` times the gradient.
         """
-        owner = {
-            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
-            for param in self._plan.params
-            if keeps_residual(param.aggregator.down, param.aggregator.feedback)
-        }
-        for (name, offset), residual in self.owner.items():
-            owner[name][offset : offset + residual.numel()] = residual
         return {
             "format": FORMAT,
             "rank": self._rank,
@@ -100,9 +118,24 @@ class State:
             "step": self.step,
             "loss_scale": self.loss_scale,
             "learning_rates": dict(self.learning_rates),
-            "worker": {name: _logical(flat, self._params[name]).clone() for name, flat in self.worker.items()},
-            "owner": {name: _logical(flat, self._params[name]).clone() for name, flat in owner.items()},
+            **{str(slot): _cloned(self._as_parameters(self._gathered(slot))) for slot in Slot},
         }
+
+    def _gathered(self, slot: Slot) -> Mapping[str, Tensor]:
+        """Return a slot by parameter, flat, zero where another rank owns."""
+        if not slot.owned:
+            return self.whole[slot]
+        gathered = {
+            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
+            for param in self._plan.params
+            if slot in param.slots
+        }
+        for (name, offset), tensor in self.owned[slot].items():
+            gathered[name][offset : offset + tensor.numel()] = tensor
+        return gathered
+
+    def _as_parameters(self, flat: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
@@ -131,30 +164,35 @@ class State:
                 "thinwire.reshard_state moves the residuals of all ranks to their new owners; parameters that came or "
                 "went must first be added to each state's 'worker' and 'owner', as zeros, or taken out"
             )
-        owned = {name for name, _ in self.owner}
-        for kind, names in (("worker", set(self.worker)), ("owner", owned)):
-            saved: Mapping[str, Tensor] = state[kind]
-            if missing := sorted(names - set(saved)):
-                raise StateError(f"state has no {kind} residual for {missing[0]!r} ({len(missing)} missing)")
-            if kind == "worker" and (extra := sorted(set(saved) - names)):
-                raise StateError(f"state has a residual for {extra[0]!r}, which this plan sends without feedback")
-            for name in names:
-                if tuple(saved[name].shape) != tuple(self._params[name].shape):
-                    raise StateError(
-                        f"{name}: expected a residual of shape {tuple(self._params[name].shape)}, got "
-                        f"{tuple(saved[name].shape)}"
-                    )
-        for name, flat in self.worker.items():
-            _logical(flat, self._params[name]).copy_(state["worker"][name])
-        for name in owned:
-            flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
-            _logical(flat, self._params[name]).copy_(state["owner"][name])
-            for (owned_name, offset), residual in self.owner.items():
-                if owned_name == name:
-                    residual.copy_(flat[offset : offset + residual.numel()])
+        for slot in Slot:
+            self._check(slot, state[slot])
+        for slot, whole in self.whole.items():
+            for name, logical in self._as_parameters(whole):
+                logical.copy_(state[slot][name])
+        for slot, owned in self.owned.items():
+            for name in {name for name, _ in owned}:
+                flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
+                _logical(flat, self._params[name]).copy_(state[slot][name])
+                for (owned_name, offset), tensor in owned.items():
+                    if owned_name == name:
+                        tensor.copy_(flat[offset : offset + tensor.numel()])
         self.step = int(state["step"])
         self.loss_scale = float(state["loss_scale"])
         self.learning_rates = {name: float(lr) for name, lr in state["learning_rates"].items()}
+
+    def _check(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
+        what = f"{slot} {'residual' if slot in (Slot.WORKER, Slot.OWNER) else 'tensor'}"
+        names = {name for name, _ in self.owned[slot]} if slot.owned else set(self.whole[slot])
+        if missing := sorted(names - set(saved)):
+            raise StateError(f"state has no {what} for {missing[0]!r} ({len(missing)} missing)")
+        if not slot.owned and (extra := sorted(set(saved) - names)):
+            raise StateError(f"state has a {what} for {extra[0]!r}, which this plan sends without such feedback")
+        for name in names:
+            if tuple(saved[name].shape) != tuple(self._params[name].shape):
+                raise StateError(
+                    f"{name}: expected its {what} of shape {tuple(self._params[name].shape)}, got "
+                    f"{tuple(saved[name].shape)}"
+                )
 
 
 def reshard_state(
@@ -163,7 +201,8 @@ def reshard_state(
     """Turn the saved states of all ranks into states for another world size or partition size.
 
     What training still owes is conserved: the mean over ranks of the workers' residuals, plus the owners' residual.
-    Every new worker gets the mean of the old ones; owners' residuals go to whoever owns next.
+    Every new worker gets the mean of the old ones, of momenta and of EF21's estimates, too; what owners keep goes to
+    whoever owns next; what is the same on all ranks stays so.
 
     Args:
         states: one `state_dict` per old rank, in any order.
@@ -192,12 +231,11 @@ def reshard_state(
         for key in ("format", "step", "loss_scale", "owners"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
-        if differing := sorted(set(state["worker"]) ^ set(first["worker"])):
-            raise StateError(f"rank {state['rank']} and rank 0 do not both have a residual for {differing[0]!r}")
-    worker = {name: torch.stack([s["worker"][name] for s in states]).mean(dim=0) for name in first["worker"]}
-    owner: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for state in states for name in state["owner"]):
-        owner[name] = torch.stack([state["owner"][name] for state in states if name in state["owner"]]).sum(dim=0)
+        for slot in Slot:
+            if not slot.owned and (differing := sorted(set(state[slot]) ^ set(first[slot]))):
+                what = f"{slot} tensor for {differing[0]!r}"
+                raise StateError(f"rank {state['rank']} and rank 0 do not both have a {what}")
+    kept = {slot: _merged(slot, states) for slot in Slot}
     return [
         {
             **first,
@@ -205,11 +243,22 @@ def reshard_state(
             "world_size": world_size,
             "partition_numel": partition_numel,
             "owners": None,  # every state holds all owners' residuals: whoever owns a partition next takes its part
-            "worker": _cloned(worker.items()),
-            "owner": _cloned(owner.items()),
+            **{str(slot): _cloned(kept[slot].items()) for slot in Slot},
         }
         for rank in range(world_size)
     ]
+
+
+def _merged(slot: Slot, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return what is kept by the ranks together, by parameter: a mean, a sum of parts, or what all of them hold."""
+    merged: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for state in states for name in state[slot]):
+        tensors = [state[slot][name] for state in states if name in state[slot]]
+        if slot is Slot.DELIVERED:
+            merged[name] = tensors[0]
+        else:
+            merged[name] = torch.stack(tensors).sum(dim=0) if slot.owned else torch.stack(tensors).mean(dim=0)
+    return merged
 
 
 def _cloned(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire import Plan, PlanOptions
-from thinwire.aggregators import Aggregator, Block, Dense, Message
+from thinwire.aggregators import Aggregator, Block, Dense, Message, Partition
 from thinwire.comm.local import run_lock_step
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Transfer
 from thinwire.plan import build_plan
@@ -69,12 +69,10 @@ class World:
             messages = [Message(layout, [], rank, self.step) for rank in range(self.world_size)]
             for rank, message in enumerate(messages):
                 for p in layout.partitions:
-                    block = Block(p, values[rank][p.name][p.offset : p.offset + p.numel])
+                    block = self.block(rank, p, values[rank][p.name])
                     if p.aggregator.feedback is not None:
                         block.unit_ratio = unit_ratio
-                        block.residual_scale = p.aggregator.feedback.decay * unit_ratio
-                        block.residual = self.states[rank].residual(p)
-                        block.owner_residual = self.states[rank].owner_residual(p)
+                        block.residual_scale = p.aggregator.feedback.residual_scale(unit_ratio)
                     block.used = p.name not in (unused or {}).get(rank, ())
                     message.blocks.append(block)
                 if kind is Dense:
@@ -88,6 +86,11 @@ class World:
             self.messages.append(messages)
         self.step += 1
         return values
+
+    def block(self, rank: int, partition: Partition, flat: Tensor) -> Block:
+        """Return a partition of one rank, its value a view of the parameter's."""
+        value = flat[partition.offset : partition.offset + partition.numel]
+        return self.states[rank].block(partition, value, self.plan.by_name[partition.name].slots)
 
     def _counted(self, exchange: Exchange, rank: int) -> Iterator[Transfer]:
         """Count the bytes of the buffers themselves, whatever the rounds claim."""
@@ -115,13 +118,18 @@ class World:
         return total
 
     def residuals(self) -> dict[tuple[int, str, str, int], bytes]:
-        """Return the bits of every residual, by rank, side, parameter and offset."""
+        """Return the bits of all that feedback keeps, by rank, slot, parameter and offset."""
         found: dict[tuple[int, str, str, int], bytes] = {}
         for rank, state in enumerate(self.states):
             for partition in (p for param in self.plan.params for p in param.partitions):
-                for side, residual in (("up", state.residual(partition)), ("down", state.owner_residual(partition))):
-                    if residual is not None:
-                        found[rank, side, partition.name, partition.offset] = residual.numpy().tobytes()
+                place = (partition.name, partition.offset)
+                end = partition.offset + partition.numel
+                for slot, whole in state.whole.items():
+                    if partition.name in whole:
+                        found[rank, slot, *place] = whole[partition.name][partition.offset : end].numpy().tobytes()
+                for slot, owned in state.owned.items():
+                    if place in owned:
+                        found[rank, slot, *place] = owned[place].numpy().tobytes()
         return found
 
 

@@ -55,6 +55,7 @@ def _make(*, emulated: bool = True, **changes: Any) -> dict[str, Any]:
         events.add({"event": "run", "record": run})
     settings = Settings(methods=("ddp", "ddp-powersgd:4", "int8"), seconds=10.0)
     network = {"emulated": emulated, "reason": "" if emulated else "no namespaces here"}
+    network["congestion_control"] = "cubic" if emulated else None
     return make_document(settings, network, events, rate_bps=100e6, latency_s=None)
 
 

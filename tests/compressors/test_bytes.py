@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, RandomK, TopK
+from thinwire import (
+    BlockQuant,
+    BlockSpec,
+    Cast,
+    Identity,
+    LinearDithering,
+    NaturalCompression,
+    NaturalDithering,
+    OneBit,
+    RandomK,
+    TernGrad,
+    TopK,
+)
 from thinwire.errors import WireError
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
@@ -349,6 +361,91 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         torch.testing.assert_close(decoded, torch.full((64,), top), rtol=1e-6, atol=0)
 
 
+# --- natural compression, TernGrad ----------------------------------------------------------------------------------
+
+
+def test_natural_compression_sends_exponents_and_signs() -> None:
+    """Of powers of two nothing is left to chance."""
+    x = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0**18, -(2.0**-108), 0.25])
+    codes = [109, 128 + 109, 0, 0, 127, 128 + 1, 107]  # c stands for 2^(c - 109)
+    assert raw(NaturalCompression(bits=8).encode(x, Key(1))) == bytes(codes) + b"\0"
+    # 9 bits: the exponent fields of float32, then the signs: of codes 0, 2, ... in one byte and 1, 3, ... in another.
+    x = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0**127, -(2.0**-126), 0.25, -2.0, 4.0, -4.0])
+    exponents = [127, 127, 0, 0, 254, 1, 125, 128, 129, 129]
+    signs = [0, 0b11101]  # of codes 1, 5, 7 and 9, in the second
+    nine = NaturalCompression(bits=9)
+    assert raw(nine.encode(x, Key(1))) == bytes(exponents + signs)
+    assert torch.equal(nine.decode(nine.encode(x, Key(1)), BlockSpec(shape=(10,))), x)
+
+
+@pytest.mark.parametrize("bits", [8, 9])
+def test_natural_compression_rounds_up_with_the_probability_of_the_fraction(bits) -> None:
+    kind, key, n = NaturalCompression(bits=bits), Key(77, step=5, stream=2, offset=300), 4096
+    u = uniform(key, n)
+    for value, low, high, fraction in (
+        (1.25, 1.0, 2.0, 0.25),
+        (-7.5, -4.0, -8.0, 0.875),
+        (kind.smallest * 0.375, 0.0, kind.smallest, 0.375),  # with 9 bits a denormal value
+        (2.0**-149, 0.0, kind.smallest, 2.0**-149 / kind.smallest),
+    ):
+        decoded = kind.decode(kind.encode(torch.full((n,), value), key), BlockSpec(shape=(n,)))
+        assert torch.equal(decoded, torch.where(u + fraction >= 1, high, low)), value
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 2.0**18), (9, 2.0**127)])
+def test_natural_compression_refuses_what_it_has_no_room_for(bits, largest: float) -> None:
+    """Never clipped, whatever chance would make of it."""
+    kind = NaturalCompression(bits=bits)
+    assert kind.decode(kind.encode(torch.tensor([-largest]), Key(1)), BlockSpec(shape=(1,))).item() == -largest
+    for step in range(20):
+        with pytest.raises(ValueError, match="overflow"):
+            kind.encode(torch.tensor([1.0, -largest * (1 + 2.0**-23)]), Key(1, step))
+
+
+def test_terngrad_sends_five_codes_a_byte() -> None:
+    x = torch.tensor([2.0, -2.0, 0.0, 2.0, 2.0, -2.0, 0.0])  # on levels: nothing is left to chance
+    digits = [1, 2, 0, 1, 1, 2, 0, 0, 0, 0]  # each code modulo 3; h = 2
+    packed = [digits[j] + 3 * digits[j + 2] + 9 * digits[j + 4] + 27 * digits[j + 6] for j in range(2)]
+    assert packed == [1 + 0 + 9 + 0, 2 + 3 + 18 + 0]
+    assert raw(TernGrad().encode(x, Key(1))) == floats(2.0) + bytes([10, 23, 0, 0])
+    assert raw(TernGrad().encode(torch.full((5,), -3.0), Key(1))) == floats(3.0) + bytes([242, 0, 0, 0])
+    # Two blocks, of 32 and of 1 values: 7 bytes and 1.
+    x = torch.cat([torch.full((32,), 1.0), torch.tensor([-4.0])])
+    ones = [1 + 3 + 9 + 27 + 81] * 4 + [1 + 3 + 9 + 27] * 3
+    assert raw(TernGrad(block=32).encode(x, Key(1))) == floats(1.0, 4.0) + bytes([*ones, 2])
+
+
+def test_terngrad_sends_values_with_the_probability_of_their_size() -> None:
+    key, n = Key(77, step=5, stream=2, offset=300), 512
+    x = torch.linspace(-4, 4, n)
+    expected = torch.floor(x / 4 + uniform(key, n)) * 4
+    assert torch.equal(TernGrad().decode(TernGrad().encode(x, key), BlockSpec(shape=(n,))), expected)
+
+
+def test_terngrad_clips_at_sigmas() -> None:
+    x = torch.zeros(64)
+    x[7] = -16.0  # the root of the mean square is 2
+    assert raw(TernGrad(clip=2.5).encode(x, Key(1)))[:4] == floats(5.0)
+    residual = torch.zeros(64)
+    kind = TernGrad(clip=2.5)
+    decoded = kind.decode(kind.encode(x, Key(1), residual=residual), BlockSpec(shape=(64,)))
+    assert (decoded[7].item(), residual[7].item()) == (-5.0, -11.0)
+    assert raw(TernGrad(clip=9.0).encode(x, Key(1)))[:4] == floats(16.0)
+    # Over the true length of the last block, never over padding.
+    assert raw(TernGrad(block=64, clip=1.0).encode(torch.full((65,), -0.75), Key(1)))[:8] == floats(0.75, 0.75)
+
+
+def test_terngrad_refuses_bytes_of_no_five_codes() -> None:
+    data, spec = TernGrad().encode(torch.ones(50), Key(1)), BlockSpec(shape=(50,))
+    data[4 + 3] = 243
+    out = torch.full((50,), 7.0)
+    with pytest.raises(WireError, match="below 243, five codes each, got 243 at byte 3"):
+        TernGrad().decode(data, spec, out=out)
+    with pytest.raises(WireError, match="below 243"):
+        TernGrad().accumulate_(out, data, spec)
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize(
     ("compressor", "numel", "nbytes"),
     [
@@ -362,6 +459,12 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (LinearDithering(bits=5), 65536, 4 + 5 * 8192),
         (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
         (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),
+        (NaturalCompression(bits=8), 1001, 1001 + 3),
+        (NaturalCompression(bits=9), 65536, 65536 + 8192),
+        (NaturalCompression(bits=9), 1001, 1001 + 126 + 1),
+        (TernGrad(), 65536, 4 + 13108),
+        (TernGrad(block=512), 65536, 128 * (4 + 103)),
+        (TernGrad(block=64), 130, 3 * 4 + 13 + 13 + 1 + 1),
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),

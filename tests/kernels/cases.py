@@ -1,6 +1,6 @@
 """What the kernel tests share: kinds of kernels with their sizes, classes of values, and encoding with guard bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -31,16 +31,16 @@ class Kind:
 
     @property
     def stochastic(self) -> bool:
-        return bool(self.settings.get("stochastic")) or self.name == "dither"
+        return bool(self.settings.get("stochastic")) or self.name in ("dither", "natural", "ternary")
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
 
-    def encode(self, kernels: ModuleType, jobs: list[EncodeJob], threads: int = 1) -> list[bool]:
+    def encode(self, kernels: ModuleType, jobs: Sequence[EncodeJob], threads: int = 1) -> list[bool]:
         settings = self._with_k(self.settings, [job.x.numel() for job in jobs])
         return getattr(kernels, f"encode_{self.name}")(jobs, **settings, threads=threads)
 
-    def decode(self, kernels: ModuleType, jobs: list[DecodeJob], threads: int = 1) -> None:
+    def decode(self, kernels: ModuleType, jobs: Sequence[DecodeJob], threads: int = 1) -> None:
         settings = self._with_k(self.decode_settings, [job.out.numel() for job in jobs])
         getattr(kernels, f"decode_{self.name}")(jobs, **settings, threads=threads)
 
@@ -68,7 +68,7 @@ def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
     decode_settings = {"bits": bits, "block": block}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
+    return Kind(label, "block_quant", nbytes, settings, decode_settings)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -79,7 +79,24 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
 
     label = f"{'natural' if natural else 'linear'}{bits}-{block or 'partition'}-{'l2' if l2 else 'max'}"
     settings = {"bits": bits, "block": block, "natural": natural}
-    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
+    return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings)
+
+
+def natural(bits: int) -> Kind:
+    """Return the kind of 8 bits, or of 9: a byte and a bit."""
+    settings = {"bits": bits}
+    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings, on_cuda=False)
+
+
+def ternary(block: int, clip: float) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition, `clip` = 0 is none."""
+
+    def nbytes(n: int) -> int:
+        width = block or max(n, 1)
+        return 4 * -(-n // width) + n // width * -(-width // 5) + -(-(n % width) // 5)
+
+    label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
+    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}, on_cuda=False)
 
 
 def _top_k(
@@ -96,7 +113,6 @@ def _top_k(
         {**settings, "selection": selection},
         settings,
         num_kept,
-        on_cuda=not chunked and selection == "exact" and dtype in (torch.float32, torch.float16),
     )
 
 
@@ -115,7 +131,6 @@ def _random_k(dtype: torch.dtype, density: float, block: int = 1, period: int = 
         {**decode_settings, "scaled": scaled},
         decode_settings,
         num_kept,
-        on_cuda=False,
     )
 
 
@@ -147,6 +162,9 @@ KINDS = [
         for natural in (False, True)
         for l2 in (False, True)
     ),
+    natural(8),
+    natural(9),
+    *(ternary(block, clip) for block in (0, 33, 512, 2000) for clip in (0.0, 2.5)),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)

@@ -121,6 +121,20 @@ def test_natural_codes(kernels: ModuleType) -> None:
     assert decoded[0].item() == 0.0
 
 
+@pytest.mark.parametrize("place", [0, 1, 15])
+def test_ternary_bytes_above_242_raise_and_write_nothing(kernels: ModuleType, place: int) -> None:
+    data = torch.tensor([0] * 8 + [242] * 15 + [80], dtype=torch.uint8)  # of 64 values in blocks of 36: 8 bytes and 6
+    for alpha in (None, 0.5):
+        for byte in (243, 255):
+            good, bad = torch.full((72,), 7.0), torch.full((72,), 7.0)
+            foreign = data.clone()
+            foreign[8 + place] = byte
+            with pytest.raises(WireError, match=f"below 243, five codes each, got {byte} at byte {place} .* of job 1"):
+                kernels.decode_ternary([DecodeJob(data, good, alpha), DecodeJob(foreign, bad, alpha)], block=36)
+            assert bool((good == 7.0).all())
+            assert bool((bad == 7.0).all())
+
+
 @pytest.mark.parametrize(
     ("n", "k", "dtype", "chunked", "parts", "nbytes"),
     [

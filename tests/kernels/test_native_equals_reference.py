@@ -148,6 +148,44 @@ def test_every_code_decodes(native: ModuleType) -> None:
         assert torch.equal(bits(got), bits(want))
 
 
+def test_every_natural_code_decodes(native: ModuleType) -> None:
+    """Also a sign without a value, and 2^128, which no encoder writes."""
+    for kind, data in (
+        (8, torch.arange(256).to(torch.uint8)),
+        (9, torch.cat([torch.arange(256).repeat(2), torch.tensor([0xF0]).repeat(64)]).to(torch.uint8)),
+    ):
+        got, want = torch.zeros(256 * (kind - 7)), torch.zeros(256 * (kind - 7))
+        native.decode_natural([DecodeJob(data, got)], bits=kind)
+        reference.decode_natural([DecodeJob(data, want)], bits=kind)
+        assert torch.equal(bits(got), bits(want))
+
+
+def test_every_exponent_and_the_edges_of_its_range(native: ModuleType) -> None:
+    """Each power of two, what lies just beside it, and a third of the way up, for all uniforms in turn."""
+    powers = torch.arange(255).to(torch.int32) << 23
+    x = torch.cat([powers, powers + 1, powers[1:] - 1, powers + 2796203]).view(torch.float32)
+    for kind in KINDS:
+        if kind.name == "natural":
+            largest = 2.0**18 if kind.settings["bits"] == 8 else 2.0**127
+            x = x[x <= largest]
+            for step in range(50):
+                both(native, kind, x, torch.zeros_like(x), key=Key(1, step))
+                both(native, kind, -x, None, key=Key(1, step))
+            for beyond in (largest, -largest):
+                above = torch.tensor([1.0, beyond]) * (1 + 2.0**-23)
+                assert not round_trip(native, kind, above, None).finite
+                both(native, kind, above, None)
+
+
+def test_every_ternary_byte_decodes(native: ModuleType) -> None:
+    data = torch.cat([torch.tensor([-0.3]).view(torch.uint8), torch.arange(243).to(torch.uint8)])
+    for n in (5 * 243, 5 * 243 - 1, 5 * 243 - 4):
+        got, want = torch.zeros(n), torch.zeros(n)
+        native.decode_ternary([DecodeJob(data, got)], block=0)
+        reference.decode_ternary([DecodeJob(data, want)], block=0)
+        assert torch.equal(bits(got), bits(want))
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 def test_threads_change_nothing(native: ModuleType, kind: Kind) -> None:
     lengths = [5000, 1, 0, 700, 3000, 129, 2048]

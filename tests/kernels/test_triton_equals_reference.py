@@ -12,11 +12,13 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, misaligned, round_trip
+from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, dither, misaligned, round_trip
 
 from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import reference
-from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels.reference_top_k import sample_places
+from thinwire.kernels.top_k_layout import top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
@@ -26,9 +28,14 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter is slow.
 LONGEST = 2100 if INTERPRETED else 65536
 NON_FINITE = (float("inf"), float("nan"), float("-inf"))[: 2 if INTERPRETED else 3]
-FEW = {"33-nearest", "512-stochastic", "l1", "rms", "float32-half", "float16-percent"}
-SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label.partition("-")[2] in FEW]
-STOCHASTIC = [kind for kind in KINDS if kind.stochastic]
+FEW = {
+    *("int8-33-nearest", "int8-512-stochastic", "int4-33-nearest", "int4-512-stochastic"),
+    *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
+    *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
+    *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+}
+SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]
+STOCHASTIC = [kind for kind in (SOME if INTERPRETED else KINDS) if kind.stochastic or kind.name == "random_k"]
 
 pytestmark = pytest.mark.triton_interpreter if INTERPRETED else pytest.mark.gpu
 if not INTERPRETED and not torch.cuda.is_available():
@@ -72,11 +79,26 @@ def test_one_block_longer_than_the_partition(kernels: ModuleType, bits_: int, st
     both(kernels, block_quant(bits_, 70_000, stochastic), torch.randn(n), torch.randn(n))
 
 
+@pytest.mark.parametrize("block", [0, 1500])
+def test_norms_of_long_blocks(kernels: ModuleType, block: int) -> None:
+    for natural in (False, True):
+        both(kernels, dither(5, block, natural, True), torch.randn(5000), torch.randn(5000))
+
+
 @pytest.mark.parametrize("values", ["heavy_tailed", "zeros", "signed_zeros_and_few", "ties", "mixed_scale", "constant"])
 def test_top_k_of_long_blocks(kernels: ModuleType, values: str) -> None:
     for kind in KINDS:
-        if kind.name == "top_k":
+        if kind.name == "top_k" and (kind in SOME or kind.settings["selection"] != "exact" or "one" in kind.label):
             both(kernels, kind, VALUES[values](9_000), None)
+
+
+@pytest.mark.parametrize("skewed", [1.0, 0.0])
+def test_sampled_top_k_where_the_sample_misleads(kernels: ModuleType, skewed: float) -> None:
+    """More reach the upper bound than are wanted, or fewer the lower one."""
+    n, x = 2100, torch.rand(2100) + 2.0
+    x[sample_places(n, 1024)] = torch.rand(1024) + 3.0 * (1.0 - skewed)
+    kind = next(kind for kind in KINDS if kind.label == "top_k-float32-half-sampled")
+    both(kernels, kind, x, torch.zeros(n))
 
 
 @pytest.mark.parametrize("large", [700] if INTERPRETED else [700, 30_000])
@@ -97,7 +119,7 @@ def test_top_k_where_the_sample_misleads(kernels: ModuleType, period: int, large
                 both(kernels, kind, values, torch.zeros(65536))
 
 
-@pytest.mark.parametrize("bits_", [8, 4])
+@pytest.mark.parametrize("bits_", [8, 4, 5])
 @pytest.mark.parametrize("block", [128, 256, 384, 4096])
 def test_random_numbers_by_the_chunk(kernels: ModuleType, bits_: int, block: int) -> None:
     for n in (3 * block, 1000):
@@ -174,12 +196,15 @@ def test_every_bit_pattern_of_16_bits_decodes(kernels: ModuleType) -> None:
 
 
 def test_every_code_decodes(kernels: ModuleType) -> None:
-    """Also -128 and -8, which no encoder writes."""
-    for kind, codes in ((8, 256), (4, 512)):
+    """Also the lowest, which no encoder writes."""
+    for kind, codes in ((8, 256), (4, 512), (7, 128), (6, 128), (5, 128), (3, 128), (2, 128)):
         data = torch.cat([torch.tensor([-0.3]).view(torch.uint8), torch.arange(256).to(torch.uint8)])
         got, want = torch.zeros(codes, device=DEVICE), torch.zeros(codes)
         kernels.decode_block_quant([DecodeJob(data.to(DEVICE), got)], bits=kind, block=512)
         reference.decode_block_quant([DecodeJob(data, want)], bits=kind, block=512)
+        assert torch.equal(bits(got.cpu()), bits(want))
+        kernels.decode_dither([DecodeJob(data.to(DEVICE), got)], bits=kind, block=512, natural=True)
+        reference.decode_dither([DecodeJob(data, want)], bits=kind, block=512, natural=True)
         assert torch.equal(bits(got.cpu()), bits(want))
 
 
@@ -200,11 +225,37 @@ def test_many_jobs_in_one_call(kernels: ModuleType, kind: Kind) -> None:
         ]
         assert kind.encode(module, jobs) == [i != 3 for i in range(len(lengths))]
         good = [i for i in range(len(lengths)) if i != 3]
-        kind.decode(module, [DecodeJob(outs[i], decoded[i], 0.7 if i % 2 else None) for i in good])
+        kind.decode(module, [DecodeJob(outs[i], decoded[i], 0.7 if i % 2 else None, KEY) for i in good])
         results.append([t.cpu() for i in good for t in (outs[i], bits(left[i]), bits(decoded[i]))])
     assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
     assert kind.encode(kernels, []) == []
     kind.decode(kernels, [])
+
+
+@pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
+def test_batches_that_recur(kernels: ModuleType, kind: Kind) -> None:
+    """The same jobs step after step, the bytes in another buffer each time."""
+    lengths = [700, 1, 129]
+    sizes = [align(kind.nbytes(n)) for n in lengths]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    keys = [Key(9, offset=128 * i) for i in range(len(lengths))]
+    xs, residuals = [torch.randn(n) for n in lengths], [torch.randn(n) for n in lengths]
+    results: list[list[torch.Tensor]] = []
+    for module, device in ((reference, "cpu"), (kernels, DEVICE)):
+        left = [residual.to(device, copy=True) for residual in residuals[:-1]]
+        outs = [torch.zeros(n, device=device) for n in lengths]
+        encode = EncodeBatch([x.to(device) for x in xs], [*left, None], keys, starts, sizes)
+        decode = DecodeBatch(outs, starts, sizes, keys)
+        seen: list[torch.Tensor] = []
+        for step in range(2):
+            buffer = torch.full((sum(sizes) + 4 * step,), 7, dtype=torch.uint8, device=device)
+            encode.at(buffer, step=step, residual_scales=[1.0, 0.5, 1.0 + step])
+            assert kind.encode(module, encode) == [True] * len(lengths)
+            decode.at(buffer, step=step, alpha=0.5 if step else None)
+            kind.decode(module, decode)
+            seen += [buffer.clone(), *(bits(t.clone()) for t in (*left, *outs))]
+        results.append([t.cpu() for t in seen])
+    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("rms", [False] if INTERPRETED else [False, True])
@@ -240,6 +291,34 @@ def test_corrupt_indices_raise_and_write_nothing(kernels: ModuleType, indices: l
         assert all(bool((out == 7.0).all()) for out in outs)
 
 
+@pytest.mark.parametrize(
+    ("label", "part", "byte", "flipped"),
+    [
+        ("top_k-float32-percent", "packed", -1, 0xFF),
+        ("top_k-float16-half", "bitmap", 0, 1),
+        ("top_k-natural-half-chunked", "counts", 0, 1),
+        ("top_k-natural-half-chunked", "packed", -2, 0xFF),
+    ],
+)
+def test_corrupt_forms_of_indices_raise_and_write_nothing(
+    kernels: ModuleType, label: str, part: str, byte: int, flipped: int
+) -> None:
+    n, kind = 1000, next(kind for kind in KINDS if kind.label == label)
+    assert kind.num_kept is not None
+    good = torch.zeros(align(kind.nbytes(n)), dtype=torch.uint8)
+    kind.encode(reference, [EncodeJob(torch.ones(n), good)])
+    bad = good.clone()
+    layout = top_k_layout(n, kind.num_kept(n), kind.settings["dtype"], kind.settings["chunked"])
+    layout.view(bad, part).view(torch.uint8)[byte] ^= flipped
+    for alpha in (None, 0.5):
+        outs = [torch.full((n,), 7.0, device=DEVICE) for _ in range(2)]
+        with pytest.raises(WireError, match=rf"expected {kind.num_kept(n)} ascending indices below 1000.* in job 1"):
+            kind.decode(
+                kernels, [DecodeJob(d.to(DEVICE), out, alpha) for d, out in zip((good, bad), outs, strict=True)]
+            )
+        assert all(bool((out == 7.0).all()) for out in outs)
+
+
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
 def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -247,7 +326,7 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
         data = torch.randint(0, 256, (align(kind.nbytes(n)),), generator=generator).to(torch.uint8)
         guarded = torch.full((n + 16,), 7.0, device=DEVICE)
         try:
-            kind.decode(kernels, [DecodeJob(data.to(DEVICE), guarded[8 : 8 + n], 0.5)])
+            kind.decode(kernels, [DecodeJob(data.to(DEVICE), guarded[8 : 8 + n], 0.5, KEY)])
         except WireError:
             assert kind.name == "top_k"
             assert bool((guarded == 7.0).all())
@@ -255,11 +334,11 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
         assert bool((guarded[8 + n :] == 7.0).all())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if not kind.on_cuda], ids=lambda kind: kind.label)
-def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType, kind: Kind) -> None:
+def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     x, out = torch.ones(9, device=DEVICE), torch.zeros(100, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
-        kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
+    for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
+        with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+            kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")

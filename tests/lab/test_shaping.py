@@ -105,5 +105,6 @@ def test_hosts_use_cubic_where_they_may_and_keep_nothing_back():
     said = []
     files = [str(ipv4 / name) for name in ("tcp_congestion_control", "tcp_autocorking")]
     with Lab(nodes=2) as lab:
+        assert lab.congestion_control == control
         lab.start(["cat", *files], on_line=lambda rank, line: said.append((rank, line))).wait()
     assert sorted(said) == [(0, "0"), (0, control), (1, "0"), (1, control)]

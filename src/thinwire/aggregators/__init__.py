@@ -4,7 +4,7 @@ from thinwire.aggregators.base import Aggregator as Aggregator
 from thinwire.aggregators.base import MessageLayout as MessageLayout
 from thinwire.aggregators.base import Partition as Partition
 from thinwire.aggregators.buffers import BufferPool as BufferPool
-from thinwire.aggregators.checks import keeps_residual as keeps_residual
+from thinwire.aggregators.checks import default_feedback as default_feedback
 from thinwire.aggregators.dense import Dense as Dense
 from thinwire.aggregators.gather import Gather as Gather
 from thinwire.aggregators.message import MEAN as MEAN

@@ -8,13 +8,14 @@ with exact sizes, and `exchange` yields exactly those.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from thinwire.aggregators.checks import TYPICAL
 from thinwire.comm.rounds import Exchange, Round
-from thinwire.compressors import Compressor
-from thinwire.feedback import ErrorFeedback
+from thinwire.compressors import Compressor, is_exact
+from thinwire.feedback import Feedback, Slot
 from thinwire.spec import BlockSpec
 
 if TYPE_CHECKING:
@@ -28,7 +29,16 @@ class Aggregator(ABC):
 
     up: Compressor  # what ranks send
     down: Compressor  # what owners send back
-    feedback: ErrorFeedback | None
+    feedback: Feedback | None
+    has_owners: ClassVar[bool] = True  # else every rank forms the mean itself
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """What must be kept of a parameter between steps."""
+        if self.feedback is None:
+            return frozenset()
+        up, down = (is_exact(compressor.contract(TYPICAL)) for compressor in (self.up, self.down))
+        return self.feedback.slots(exact_up=up, exact_down=down, owners=self.has_owners)
 
     @abstractmethod
     def recipe(self) -> str:

@@ -10,7 +10,7 @@ from thinwire.aggregators.message import MEAN, Message
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import RecipeError
-from thinwire.feedback import ErrorFeedback
+from thinwire.feedback import Feedback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Dense(Aggregator):
     wire_dtype: torch.dtype | None = None
     up: Compressor = field(init=False, repr=False)  # what travels, seen as a compressor
     down: Compressor = field(init=False, repr=False)
-    feedback: ErrorFeedback | None = field(default=None, init=False, repr=False)
+    feedback: Feedback | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.wire_dtype not in (None, torch.float16, torch.bfloat16):

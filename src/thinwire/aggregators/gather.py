@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback
+from thinwire.aggregators.checks import check_feedback, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity
-from thinwire.feedback import ErrorFeedback
+from thinwire.feedback import Feedback
 from thinwire.kernels import active
 from thinwire.wire import split
 
@@ -24,7 +25,8 @@ class Gather(Aggregator):
 
     Args:
         up: what ranks send.
-        feedback: required where the contraction is below 0.9 or there is no contract; refused for unbiased kinds.
+        feedback: `ErrorFeedback`, `MomentumCorrection` or `EF21`; required where the contraction is below 0.9 or there
+            is no contract; refused for unbiased kinds.
 
     Raises:
         RecipeError: feedback is missing where it is required, or given where it diverges.
@@ -35,15 +37,16 @@ class Gather(Aggregator):
     """
 
     up: Compressor
-    feedback: ErrorFeedback | None = None
+    feedback: Feedback | None = None
     down: Compressor = field(default=Identity(), init=False, repr=False)  # nothing is sent back
+    has_owners: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_feedback(self.up, self.feedback)
 
     def recipe(self) -> str:
-        """`gather/` and the compressor's name."""
-        return f"gather/{self.up.recipe()}"
+        """`gather/` and the compressor's name, with the feedback where it is not the default."""
+        return f"gather/{self.up.recipe()}{feedback_suffix(self.feedback, self.up)}"
 
     @staticmethod
     def lay_out(partitions: Sequence[Partition], world_size: int) -> MessageLayout:
@@ -87,7 +90,10 @@ class Gather(Aggregator):
             for source, data in enumerate(sources):
                 message.decode(section, data, accumulate=source > 0)
             # Equal on all ranks, since all form the same sum: the sum may overflow where no contribution did.
-            values = [block.value.div_(world_size) for block in message.blocks]
+            for block in message.blocks:
+                block.value.div_(world_size)
+            message.settle()
+            values = [block.value for block in message.blocks]
             finite = active().all_finite(values, threads=message.threads)
             pairs = zip(layout.partitions, finite, strict=True)
             message.nonfinite = {(MEAN, partition.name) for partition, ok in pairs if not ok}

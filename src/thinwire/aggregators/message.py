@@ -12,6 +12,7 @@ from thinwire.aggregators.buffers import BufferPool
 from thinwire.aggregators.header import bitmap, names_in, read_header, write_header
 from thinwire.aggregators.undo import Undo
 from thinwire.compressors import Compressor
+from thinwire.feedback import Feedback, Memory, Slot
 from thinwire.kernels import DecodeBatch, EncodeBatch
 from thinwire.random import OWNER_STREAM, SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
@@ -28,8 +29,10 @@ class Block:
         value: (numel,) float32; the gradient, then the mean.
         residual: (numel,) float32, what this rank has not sent; None without feedback.
         owner_residual: (numel,) float32, on the owner: what it has not sent back.
+        memory: what else the feedback keeps, each (numel,) float32.
         residual_scale: factor on both residuals in this step.
         unit_ratio: the part of it that converts units (loss scale, learning rate), without the decay.
+        gradient_scale: factor on the gradient in this step: clipping.
         used: whether this rank's backward reached the parameter in this step.
     """
 
@@ -37,8 +40,10 @@ class Block:
     value: Tensor
     residual: Tensor | None = None
     owner_residual: Tensor | None = None
+    memory: Memory = field(default_factory=dict[Slot, Tensor])
     residual_scale: float = 1.0
     unit_ratio: float = 1.0
+    gradient_scale: float = 1.0
     used: bool = True
 
 
@@ -64,6 +69,16 @@ class _Group:
     compressor: Compressor
     places: Sequence[int]
     specs: Sequence[BlockSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encode:
+    """What encoding a section takes: prepared once, used every step."""
+
+    undo: Undo
+    batches: Sequence[tuple[_Group, EncodeBatch]]
+    remembering: Sequence[tuple[Feedback, Block]]  # blocks whose feedback keeps more than a residual
+    seen: Section | None  # those whose feedback wants to see what was sent
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +114,7 @@ class Message:
     unused: set[str] = field(default_factory=lambda: set())
     encode_s: float = 0.0
     decode_s: float = 0.0
-    _encodes: dict[Section, tuple[Undo, list[tuple[_Group, EncodeBatch]]]] = field(default_factory=lambda: {})
+    _encodes: dict[Section, _Encode] = field(default_factory=lambda: {})
     _decodes: dict[Section, list[tuple[_Group, DecodeBatch]]] = field(default_factory=lambda: {})
 
     def begin(self, step: int) -> None:
@@ -110,14 +125,21 @@ class Message:
         self.encode_s = self.decode_s = 0.0
 
     def encode(self, section: Section, out: Tensor) -> set[str]:
-        """Encode blocks into `out`; return the names of those that were not finite.
+        """Encode blocks into `out`; return the names of those that were not finite. Their values are used up.
 
-        Residuals are copied first: a step that is not finite anywhere must leave them as they were.
+        What feedback keeps is copied first: a step that is not finite anywhere must leave it as it was.
         """
         started = time.perf_counter()
-        self.hold(section)
+        prepared = self.hold(section)
+        for feedback, block in prepared.remembering:
+            if section.down:
+                feedback.before_down(block.value, block.memory, unit_ratio=block.unit_ratio)
+            else:
+                if block.gradient_scale != 1.0:
+                    block.value.mul_(block.gradient_scale)
+                feedback.before_up(block.value, block.memory, unit_ratio=block.unit_ratio)
         bad: set[str] = set()
-        for group, batch in self._encodes[section][1]:
+        for group, batch in prepared.batches:
             scales = [self.blocks[place].residual_scale for place in group.places]
             batch.at(out, step=self.step, residual_scales=scales)
             finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
@@ -125,13 +147,30 @@ class Message:
                 pairs = zip(group.places, finite, strict=True)
                 bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
         self.encode_s += time.perf_counter() - started
+        if prepared.seen is not None and not bad:  # else all of the message is put back
+            self.decode(prepared.seen, out)
+            for place in prepared.seen.places:
+                block = self.blocks[place]
+                assert block.partition.aggregator.feedback is not None
+                block.partition.aggregator.feedback.after_up(block.value, block.memory)
         return bad
 
-    def hold(self, section: Section) -> None:
-        """Copy the residuals of blocks; of those that are not encoded in this step, so that `finish` finds them too."""
+    def hold(self, section: Section) -> _Encode:
+        """Copy what is kept of blocks; of those that are not encoded in this step, so that `finish` finds them too."""
         if section not in self._encodes:
             self._encodes[section] = self._prepare_encode(section)
-        self._encodes[section][0].save(self.buffers)
+        prepared = self._encodes[section]
+        prepared.undo.save(self.buffers)
+        return prepared
+
+    def settle(self) -> None:
+        """Turn what was decoded into what is delivered, where feedback keeps that. Call before `finish`."""
+        for block in self.blocks:
+            if Slot.DELIVERED in block.memory:
+                assert block.partition.aggregator.feedback is not None
+                block.partition.aggregator.feedback.settle(block.value, block.memory)
+                if not bool(block.value.isfinite().all()):
+                    self.nonfinite.add((MEAN, block.partition.name))
 
     def decode(self, section: Section, data: Tensor, *, accumulate: bool = False) -> None:
         """Set the values of blocks from their bytes in `data`, or add to them."""
@@ -143,7 +182,7 @@ class Message:
             group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
         self.decode_s += time.perf_counter() - started
 
-    def _prepare_encode(self, section: Section) -> tuple[Undo, list[tuple[_Group, EncodeBatch]]]:
+    def _prepare_encode(self, section: Section) -> _Encode:
         residuals = {
             place: block.owner_residual if section.down else block.residual
             for place, block in ((place, self.blocks[place]) for place in section.places)
@@ -155,7 +194,22 @@ class Message:
             keys = self._keys(group, SHARED_STREAM if group.compressor.shared_key else stream)
             owed = [residuals[place] for place in group.places]
             prepared.append((group, EncodeBatch(values, owed, keys, starts, nbytes)))
-        return Undo([(place, r) for place, r in residuals.items() if r is not None]), prepared
+        kept = [("", place, residual) for place, residual in residuals.items() if residual is not None]
+        remembering: list[tuple[Feedback, Block]] = []
+        seen: list[int] = []
+        for i, place in enumerate(section.places):
+            block, aggregator = self.blocks[place], self.blocks[place].partition.aggregator
+            if aggregator.feedback is None or not block.memory:
+                continue
+            kept += [(slot, place, tensor) for slot, tensor in block.memory.items() if slot.owned == section.down]
+            remembering.append((aggregator.feedback, block))
+            sparse = aggregator.up.holds_back(block.partition.spec)
+            if not section.down and aggregator.feedback.sees_sent(sparse=sparse):
+                seen.append(i)
+        kept.sort(key=lambda one: one[0])  # neighbours in memory are copied as one
+        places, starts = ([numbers[i] for i in seen] for numbers in (section.places, section.starts))
+        undo = Undo([(place, tensor) for _, place, tensor in kept])
+        return _Encode(undo, prepared, remembering, Section(places, starts) if seen else None)
 
     def _prepare_decode(self, section: Section) -> list[tuple[_Group, DecodeBatch]]:
         prepared: list[tuple[_Group, DecodeBatch]] = []
@@ -183,14 +237,14 @@ class Message:
 
     def restore(self) -> None:
         """Put residuals back to their values from before this step, in the units they then had."""
-        for undo, _ in self._encodes.values():
-            for residual, saved in undo.saved():
+        for prepared in self._encodes.values():
+            for residual, saved in prepared.undo.saved():
                 residual.copy_(saved)
 
     def forget(self) -> None:
         """Give the memory that `restore` needs back."""
-        for undo, _ in self._encodes.values():
-            undo.forget(self.buffers)
+        for prepared in self._encodes.values():
+            prepared.undo.forget(self.buffers)
 
     def finish(self) -> None:
         """Apply the non-finite and unused rules once all values are there. Call at the end of every exchange.
@@ -211,7 +265,7 @@ class Message:
             self._put_back(self.unused)
 
     def _put_back(self, names: Set[str]) -> None:
-        for undo, _ in self._encodes.values():
+        for undo in (prepared.undo for prepared in self._encodes.values()):
             for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
                 if self.blocks[place].partition.name in names:
                     torch.mul(saved, self.blocks[place].unit_ratio, out=residual)

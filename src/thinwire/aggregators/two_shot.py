@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback, check_one_mask
+from thinwire.aggregators.checks import check_feedback, check_one_mask, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
 from thinwire.compressors import Compressor
-from thinwire.feedback import ErrorFeedback
+from thinwire.feedback import Feedback
 from thinwire.wire import split
 
 
@@ -30,7 +30,8 @@ class TwoShot(Aggregator):
     Args:
         up: what ranks send.
         down: what owners send back.
-        feedback: required where a compressor's contraction is below 0.9 or has no contract; refused for unbiased kinds.
+        feedback: `ErrorFeedback`, whose rule is above, `MomentumCorrection` or `EF21`, whose rules they hold; required
+            where a compressor's contraction is below 0.9 or has no contract; refused for unbiased kinds.
 
     Raises:
         RecipeError: feedback is missing where it is required, or given where it diverges; or one mask, shared by both
@@ -48,7 +49,7 @@ class TwoShot(Aggregator):
 
     up: Compressor
     down: Compressor
-    feedback: ErrorFeedback | None = None
+    feedback: Feedback | None = None
 
     def __post_init__(self) -> None:
         check_feedback(self.up, self.feedback)
@@ -56,8 +57,9 @@ class TwoShot(Aggregator):
         check_one_mask(self.up, self.down)
 
     def recipe(self) -> str:
-        """The compressor's name, or `up+down` where they differ."""
-        return self.up.recipe() if self.up == self.down else f"{self.up.recipe()}+{self.down.recipe()}"
+        """The compressor's name, or `up+down` where they differ, with the feedback where it is not the default."""
+        names = self.up.recipe() if self.up == self.down else f"{self.up.recipe()}+{self.down.recipe()}"
+        return names + feedback_suffix(self.feedback, self.up, self.down)
 
     @staticmethod
     def lay_out(partitions: Sequence[Partition], world_size: int) -> MessageLayout:
@@ -126,6 +128,7 @@ class TwoShot(Aggregator):
         message.read_mean_headers(split(gathered, pull.nbytes))
         if not message.nonfinite:
             message.decode(all_down, gathered)
+            message.settle()
         buffers.give(gathered)
         message.finish()
 

@@ -48,7 +48,11 @@ def run_benchmark(settings: Settings, on_event: Callable[[Mapping[str, Any]], No
         tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder,
         open_network(nodes=settings.nodes, rate=settings.rate, latency=settings.latency) as network,
     ):
-        status = {"emulated": network.emulated, "reason": network.reason or ""}
+        status = {
+            "emulated": network.emulated,
+            "reason": network.reason or "",
+            "congestion_control": network.congestion_control,
+        }
         on_event({"event": "network", **status})
         path = Path(folder) / "settings.json"
         settings.save(path)

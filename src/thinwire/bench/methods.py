@@ -15,6 +15,7 @@ from thinwire.bench.arithmetic import ring_nbytes
 
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
+SLOW_BPS = 30e6  # up to here even a few bytes are worth sending early
 _POWERSGD_MIN_COMPRESSION = 2  # torch's default: a matrix that would shrink less than this is sent whole
 
 
@@ -52,7 +53,8 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
     fast = rate_bps is None or rate_bps >= FAST_BPS
     few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit"))
     if few_bytes:
-        return 25.0 if fast else 8.0
+        slow = rate_bps is not None and rate_bps <= SLOW_BPS
+        return 25.0 if fast else 1.0 if slow else 8.0
     return 8.0 if fast else 1.0
 
 
@@ -85,8 +87,11 @@ def attach(
         return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
     import thinwire
 
+    if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0  # the method applies it
     link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
-    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, start_after)
+    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
 
 
 def _ring_nbytes(nbytes: int) -> int:

@@ -38,7 +38,7 @@ def make_document(
 
     Args:
         settings: of the benchmark.
-        network: ``emulated`` (bool) and ``reason`` (why not, or empty).
+        network: ``emulated`` (bool), ``reason`` (why not, or empty) and ``congestion_control`` (TCP's, or None).
         events: of all its ranks.
         rate_bps: of each host's link as asked for, in bits per second.
         latency_s: one way, in seconds.
@@ -53,6 +53,7 @@ def make_document(
         "nodes": settings.nodes,
         "rate_bps": rate_bps if emulated else None,
         "latency_s": latency_s if emulated else None,
+        "congestion_control": network["congestion_control"],
         "measured_rate_bps": rate * 8 if emulated else None,
         "seconds_per_method": None if settings.steps is not None else settings.seconds,
         "threads_per_rank": 1,

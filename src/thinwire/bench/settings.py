@@ -34,7 +34,7 @@ class Settings:
         seeds: repeat everything for seeds 0 to ``seeds`` - 1.
         bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
         start_after: steps that thinwire's recipes first exchange dense.
-        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum).
+        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum, which ``@dgc`` recipes apply themselves).
         compute_s: of forward plus backward in a replay; None takes the model's default.
     """
 
@@ -66,16 +66,17 @@ def parse_methods(text: str) -> tuple[str, ...]:
     """Split a comma-separated list of methods.
 
     Raises:
-        ValueError: a name that is neither a baseline nor a recipe, or one given twice.
+        ValueError: a name that is neither a baseline nor a recipe or schedule, or one given twice.
     """
     methods = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in methods:
         if _BASELINE.fullmatch(name):
             continue
-        from thinwire.recipes import parse_recipe, recipe_names
+        from thinwire.recipes import recipe_names
+        from thinwire.schedule import parse_schedule
 
         try:
-            parse_recipe(name)
+            parse_schedule(name)
         except RecipeError as error:
             raise ValueError(
                 f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK and "

@@ -108,6 +108,8 @@ def network_line(conditions: Mapping[str, Any]) -> str:
         wire += f", {rate_text(conditions['rate_bps'])} each way"
     if conditions["latency_s"]:
         wire += f", {conditions['latency_s'] * 1e3:g} ms one way"
+    if conditions["congestion_control"]:
+        wire += f", TCP with {conditions['congestion_control']}"
     return f"{wire} (measured {rate_text(conditions['measured_rate_bps'])} of payload with all hosts sending at once)."
 
 

@@ -44,7 +44,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--start-after", type=int, default=0, help="dense steps before thinwire compresses (default: 0)"
     )
     parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd is with momentum (default: adamw)"
+        "--optimizer",
+        choices=("adamw", "sgd"),
+        default="adamw",
+        help="sgd is with momentum; @dgc recipes need it and apply it themselves (default: adamw)",
     )
     parser.add_argument("--compute", type=positive, help="seconds of forward plus backward in a replay")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")

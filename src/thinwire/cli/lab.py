@@ -173,6 +173,8 @@ def _describe(lab: Lab) -> str:
     text = f"{lab.nodes} hosts, {lab.world_size} ranks, {rates}"
     if lab.delay_line is not None:
         text += f", {1e3 * (lab.latency or 0):g} ms one way ({lab.delay_line})"
+    if lab.congestion_control is not None:
+        text += f", TCP with {lab.congestion_control}"
     return text
 
 
@@ -195,6 +197,7 @@ def _record(result: LabResult, lab: Lab) -> dict[str, Any]:
         "rates_bps": [[rate.up, rate.down] for rate in lab.rates],
         "latency_s": lab.latency,
         "delay_line": lab.delay_line,
+        "congestion_control": lab.congestion_control,
         "returncodes": result.returncodes,
         "failed_rank": result.failed_rank,
         "message": result.message,

@@ -8,9 +8,12 @@ from thinwire.compressors.contract import Contract as Contract
 from thinwire.compressors.contract import Contractive as Contractive
 from thinwire.compressors.contract import NoContract as NoContract
 from thinwire.compressors.contract import Unbiased as Unbiased
+from thinwire.compressors.contract import is_exact as is_exact
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
+from thinwire.compressors.natural import NaturalCompression as NaturalCompression
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
 from thinwire.compressors.sparse import TopK as TopK
+from thinwire.compressors.terngrad import TernGrad as TernGrad

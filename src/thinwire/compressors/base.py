@@ -60,6 +60,10 @@ class Compressor(ABC):
         """Whether decoding draws the same numbers again, so that all ranks must use the same key on both hops."""
         return False
 
+    def holds_back(self, spec: BlockSpec) -> bool:
+        """Return whether some values of a block are not sent at all; what is sent of the others is then not 0."""
+        return False
+
     def nbytes(self, spec: BlockSpec) -> int:
         """Return the encoded size in bytes."""
         return self.layout(spec).nbytes

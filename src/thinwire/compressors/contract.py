@@ -9,9 +9,14 @@ SMALLEST_NORMAL = 2.0**-126  # below it float32 has too few bits for a scale to 
 
 @dataclass(frozen=True, slots=True)
 class Unbiased:
-    """E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2, for blocks without denormal values."""
+    """E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2.
+
+    Holds for blocks whose non-zero |x_i| all lie in [smallest, largest]. Below, the mean is still x.
+    """
 
     omega: float
+    smallest: float = SMALLEST_NORMAL
+    largest: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +74,8 @@ def needs_feedback(contract: Contract) -> bool:
             return delta < FEEDBACK_BELOW_DELTA
         case NoContract():
             return True
+
+
+def is_exact(contract: Contract) -> bool:
+    """Return whether nothing is lost, so that there is nothing to remember."""
+    return isinstance(contract, Contractive) and contract.delta == 1.0

@@ -112,6 +112,10 @@ class RandomK(Compressor):
         d = self.num_units(numel)
         return -(-d // self.period) if self.rotating else min(d, max(1, int(self.density * d)))
 
+    def holds_back(self, spec: BlockSpec) -> bool:
+        """Below density 1."""
+        return self.num_kept(spec.numel) < self.num_units(spec.numel)
+
     def layout(self, spec: BlockSpec) -> Layout:
         """The values."""
         return Layout.of(values=(self._dtype, (self.num_kept(spec.numel) * self.block,)))

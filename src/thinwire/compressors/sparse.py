@@ -122,6 +122,10 @@ class TopK(Compressor):
     def _wire_dtype(self) -> torch.dtype:
         return NATURAL if isinstance(self.value_dtype, str) else self.value_dtype
 
+    def holds_back(self, spec: BlockSpec) -> bool:
+        """Below density 1."""
+        return self.num_kept(spec.numel) < spec.numel
+
     def layout(self, spec: BlockSpec) -> Layout:
         """Values and indices, in the smallest form."""
         if spec.numel > MAX_NUMEL:

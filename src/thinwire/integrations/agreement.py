@@ -1,15 +1,32 @@
 """Before the first byte: all ranks either agree on the plan, or all raise, with the first difference named."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 from thinwire.comm.process_group import all_gather_text
 from thinwire.errors import PlanError
-from thinwire.plan import Plan, first_difference
+from thinwire.plan import first_difference
 
 
-def agree(build: Callable[[], Plan], group: dist.ProcessGroup, settings: Sequence[str] = ()) -> Plan:
+class Comparable(Protocol):
+    """A plan, or the plans of several phases."""
+
+    @property
+    def digest(self) -> str:
+        """Equal on two ranks iff they agree."""
+        ...
+
+    def lines(self) -> list[str]:
+        """Return all that must agree, one fact a line."""
+        ...
+
+
+Planned = TypeVar("Planned", bound=Comparable)
+
+
+def agree(build: Callable[[], Planned], group: dist.ProcessGroup, settings: Sequence[str] = ()) -> Planned:
     """Build the plan on this rank and compare it with every other rank's. Collective, whatever happens on any rank.
 
     Args:

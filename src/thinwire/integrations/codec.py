@@ -5,6 +5,7 @@ import time
 import torch
 
 from thinwire.aggregators import Dense, Partition
+from thinwire.feedback import Slot
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.plan import Plan
 from thinwire.random import Key
@@ -54,7 +55,8 @@ class _Block:
         self._specs, self._threads = [partition.spec], threads
         self._key = Key(partition.key, 0, rank, partition.offset)
         self._value = torch.randn(partition.numel, generator=generator, dtype=torch.float32) * 1e-3
-        self._residual = None if partition.aggregator.feedback is None else torch.zeros_like(self._value)
+        residuals = {Slot.WORKER, Slot.OWNER} & partition.aggregator.slots
+        self._residual = torch.zeros_like(self._value) if residuals else None
         self._sent = torch.empty(self._up.nbytes(partition.spec), dtype=torch.uint8)
         self._mean = torch.empty(self._down.nbytes(partition.spec), dtype=torch.uint8)
 

@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Aggregator
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
+from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
-from thinwire.plan import Patterns, Plan, PlanOptions, Policy, build_plan
+from thinwire.phases import Phases, build_phases
+from thinwire.plan import Plan, PlanOptions
+from thinwire.schedule import Phase, Schedule
 
-Recipe = str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy
+Recipe = Phase | Schedule
 
 _FIRST_BUCKET_NBYTES = 1 << 20  # DDP's own limit for the bucket that is ready first
 _FEW_BUCKETS = 4
@@ -52,16 +54,20 @@ def make_link(
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
     driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
 
-    def build() -> Plan:
+    def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
-        plan = build_plan(_trained(model), recipe, world_size, options)
+        phases = build_phases(_trained(model), recipe, world_size, options, start_after=start_after)
         if optimizer is None and any(
-            param.aggregator.feedback is not None and param.aggregator.feedback.lr_correction for param in plan.params
+            param.aggregator.feedback is not None and param.aggregator.feedback.needs_learning_rate
+            for _, plan in phases.plans
+            for param in plan.params
         ):
             raise RecipeError("ErrorFeedback(lr_correction=True) needs attach(..., optimizer=optimizer)")
-        return plan
+        if _has_momentum(phases.final) and optimizer is not None:
+            _check_no_momentum(optimizer)
+        return phases
 
     try:
         # Ranks that differ in these would issue other collectives, or keep other residuals.
@@ -70,26 +76,30 @@ def make_link(
             f"scaler={'none' if scaler is None else 'given'}",
             f"on_nonfinite={on_nonfinite!r}",
         ]
-        plan = agree(build, driver.control, settings)
+        phases = agree(build, driver.control, settings)
     except BaseException:
         driver.close()
         raise
     assert isinstance(model, DistributedDataParallel)
     link = Link(
-        plan,
+        phases,
         dict(_trained(model)),
         driver,
         rank=rank,
         optimizer=optimizer,
         scaler=scaler,
-        start_after=start_after,
         on_nonfinite=on_nonfinite,
         track_unused=bool(model.find_unused_parameters or model.static_graph),
         threads=threads,
         loggers=loggers,
     )
     if rank == 0:
-        _advise(model, plan)
+        _advise(model, phases.final)
+        if _has_momentum(phases.final) and optimizer is None:
+            logging.getLogger("thinwire").warning(
+                "momentum is applied before sending: the optimizer must have none; "
+                "attach(..., optimizer=optimizer) checks that"
+            )
     return link
 
 
@@ -123,6 +133,21 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
         if param.device.type != "cpu":
             raise AttachError(
                 f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo only"
+            )
+
+
+def _has_momentum(plan: Plan) -> bool:
+    return any(isinstance(param.aggregator.feedback, MomentumCorrection) for param in plan.params)
+
+
+def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
+        if momentum:
+            raise AttachError(
+                f"expected an optimizer without momentum, since MomentumCorrection applies it before sending, got "
+                f"{type(optimizer).__name__} with momentum {momentum}: it would be applied twice; use "
+                "torch.optim.SGD(..., momentum=0)"
             )
 
 

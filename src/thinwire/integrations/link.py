@@ -20,11 +20,14 @@ from torch import Tensor
 
 from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver
-from thinwire.errors import NonFiniteError, StateError
+from thinwire.errors import NonFiniteError, PlanError, StateError
+from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.stats import StepStats, Totals
+from thinwire.kernels.reference_steps import tree_sum
+from thinwire.phases import Phases
 from thinwire.plan import Plan
 from thinwire.state import State
 
@@ -44,6 +47,7 @@ class _Step:
     """What is under way between the first bucket of a backward pass and its last message."""
 
     number: int
+    plan: Plan
     loss_scale: float = 1.0
     learning_rates: dict[str, float] = field(default_factory=dict)
     stats: StepStats = field(default_factory=StepStats)
@@ -61,10 +65,11 @@ class _Bucket:
 
     names: tuple[str, ...]
     buffer: Tensor
-    source: Plan  # what the plan was made from: the link's, or in dense steps the uncompressed one
+    source: Plan  # what the plan was made from
     plan: BucketPlan
     work: Tensor  # float32, what messages work on: the buffer itself, or a copy where it is of another dtype
     messages: list[Message]
+    clipped: list[tuple[Block, float]]  # blocks whose gradients are clipped, in the order of parameters, and the norms
     waiter: "_Waiter | None" = None  # of the last step
 
 
@@ -81,7 +86,9 @@ class Link:
     """What `attach` returns.
 
     Attributes:
-        plan: every partition with its compressors, owner and bytes; `print(link.plan)`.
+        phases: the plans of a schedule, by the step from which they are valid.
+        plan: the last of them, or the only one: every partition with its compressors, owner and bytes;
+            `print(link.plan)`.
         state: residuals and counters.
         error: the first error of the exchange, with its own type (`backward` can only raise RuntimeError).
         skipped_steps: steps that were not finite and left everything as it was (with `scaler`).
@@ -89,30 +96,29 @@ class Link:
 
     def __init__(
         self,
-        plan: Plan,
+        phases: Phases,
         params: Mapping[str, Tensor],
         driver: OverlappedDriver,
         *,
         rank: int,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Scaler | None = None,
-        start_after: int = 0,
         on_nonfinite: Literal["raise", "warn"] = "raise",
         track_unused: bool = False,
         threads: int = 1,
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.plan = plan
+        self.phases, self.plan = phases, phases.final
         self.rank = rank
-        self.state = State(plan, params, rank)
+        self.state = State(phases.kept, params, rank)
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
         self._names = {id(param): name for name, param in params.items()}
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
-        self._start_after, self._on_nonfinite = start_after, on_nonfinite
-        self._dense_plan = plan.uncompressed() if start_after else plan
+        self._on_nonfinite = on_nonfinite
+        self._agreed: Plan | None = phases.at(0)  # the plan that all ranks are known to use
         self._threads = threads
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
@@ -176,6 +182,7 @@ class Link:
                 time.sleep(0.005)
             self._step = None
         self.state.load_state_dict(state)
+        self._agreed = None
 
     def codec_seconds(self) -> float:
         """Return the seconds that one step's encoding and decoding take on this rank alone, measured now.
@@ -196,7 +203,7 @@ class Link:
         if bucket.index() == 0:
             self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
-        ours = self._bucket(bucket, self._dense_plan if step.number < self._start_after else self.plan)
+        ours = self._bucket(bucket, step.plan)
         if ours.plan.is_dense:
             messages = [Message(ours.plan.layouts[0], [], self.rank, flat=ours.buffer, buffers=self._buffers)]
         else:
@@ -205,6 +212,7 @@ class Link:
             messages = ours.messages
             for message in messages:
                 self._begin_message(step, message)
+            _clip(ours.clipped, step.loss_scale)
         raw: torch.futures.Future[Any] = torch.futures.Future()
         waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
         with self._lock:
@@ -235,17 +243,20 @@ class Link:
             plan = plan_bucket(source, names, buffer)
             copied = not plan.is_dense and buffer.dtype != torch.float32
             work = torch.empty_like(buffer, dtype=torch.float32) if copied else buffer
-            messages = [] if plan.is_dense else self._messages(plan, work)
-            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages)
+            messages = [] if plan.is_dense else self._messages(source, plan, work)
+            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages, _clipped(messages))
         if bucket.is_last():
             self._buckets = {i: kept for i, kept in self._buckets.items() if i <= index}
         return ours
 
-    def _messages(self, plan: BucketPlan, work: Tensor) -> list[Message]:
+    def _messages(self, source: Plan, plan: BucketPlan, work: Tensor) -> list[Message]:
+        def block(partition: Partition, at: int) -> Block:
+            return self.state.block(partition, work[at : at + partition.numel], source.by_name[partition.name].slots)
+
         return [
             Message(
                 layout,
-                [self._block(p, work[at : at + p.numel]) for p, at in zip(layout.partitions, starts, strict=True)],
+                [block(p, at) for p, at in zip(layout.partitions, starts, strict=True)],
                 self.rank,
                 threads=self._threads,
                 buffers=self._buffers,
@@ -273,7 +284,7 @@ class Link:
 
     def _begin_step(self) -> _Step:
         self._flush_loggers()
-        step = _Step(self.state.step)
+        step = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
         if self._optimizer is not None:
@@ -287,10 +298,20 @@ class Link:
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, step))
         return step
 
-    def _block(self, partition: Partition, value: Tensor) -> Block:
-        if partition.aggregator.feedback is None:
-            return Block(partition, value)
-        return Block(partition, value, self.state.residual(partition), self.state.owner_residual(partition))
+    def _agreed_plan(self) -> Plan:
+        """Return the plan of this step. Collective where a phase begins, or state has been loaded into one of several.
+
+        Ranks that count other steps would exchange other bytes.
+        """
+        plan = self.phases.at(self.state.step)
+        if plan is not self._agreed and len(self.phases.plans) > 1:
+            try:
+                agree(lambda: plan, self._driver.control, [f"step={self.state.step}"])
+            except PlanError as error:
+                self.error = self.error or error
+                raise
+        self._agreed = plan
+        return plan
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
@@ -304,7 +325,7 @@ class Link:
                     loss_scale=step.loss_scale,
                     last_loss_scale=self.state.loss_scale,
                 )
-                block.residual_scale = feedback.decay * block.unit_ratio
+                block.residual_scale = feedback.residual_scale(block.unit_ratio)
             block.used = self._used is None or name in self._used
 
     # --- when messages are done (driver threads) --------------------------------------------------------------------
@@ -348,9 +369,7 @@ class Link:
             if nonfinite:
                 step.error = self._report(nonfinite)
             self.state.step += 1
-            if step.number >= self._start_after:  # dense steps leave residuals as they are, in the units they have
-                self.state.loss_scale = step.loss_scale
-                self.state.learning_rates = step.learning_rates
+            self._commit_units(step)
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
         if step.number % NORM_EVERY == 0 and not nonfinite:
             step.stats.residual_ratio = self._residual_ratio(step)
@@ -363,6 +382,16 @@ class Link:
             self._totals.add(step.stats)
             self._unlogged = (step.number, step.stats)
             self.error = self.error or step.error
+
+    def _commit_units(self, step: _Step) -> None:
+        """Note in which units the residuals are now; bring those that the step did not touch along."""
+        names = {name for message in step.messages if message.flat is None for name in message.layout.names}
+        fresh = {(slot, name) for name in names for slot in step.plan.by_name[name].slots}
+        if step.loss_scale != self.state.loss_scale:
+            self.state.rescale(step.loss_scale / self.state.loss_scale, fresh)
+            self.state.loss_scale = step.loss_scale
+        for name in {name for _, name in fresh} & step.learning_rates.keys():
+            self.state.learning_rates[name] = step.learning_rates[name]
 
     def _report(self, nonfinite: list[tuple[int, str]]) -> NonFiniteError | None:
         rank, name = nonfinite[0]
@@ -422,6 +451,32 @@ class _Finish:
             self.link._driver.fail(error)
             if not self.waiter.future.done():
                 self.waiter.future.set_result(error)
+
+
+def _clipped(messages: Sequence[Message]) -> list[tuple[Block, float]]:
+    """Return the blocks of clipped parameters with the largest norm of each parameter.
+
+    In the order of the parameter, whatever the order of messages: how it is cut must not show in the sum.
+    """
+    clipped: list[tuple[Block, float]] = []
+    for message in messages:
+        for block in message.blocks:
+            feedback = block.partition.aggregator.feedback
+            largest = None if feedback is None else feedback.largest_norm(message.layout.world_size)
+            if largest is not None:
+                clipped.append((block, largest))
+    return sorted(clipped, key=lambda one: (one[0].partition.name, one[0].partition.offset))
+
+
+def _clip(clipped: Sequence[tuple[Block, float]], loss_scale: float) -> None:
+    """Set the factors that clip gradients, each by the norm over its whole parameter."""
+    squares: dict[str, float] = {}
+    for block, _ in clipped:
+        square = float(tree_sum(block.value.to(torch.float64).square()))
+        squares[block.partition.name] = squares.get(block.partition.name, 0.0) + square
+    for block, largest in clipped:
+        norm = squares[block.partition.name] ** 0.5 / loss_scale
+        block.gradient_scale = 1.0 if norm <= largest else largest / norm  # nan where the norm is
 
 
 def _squared_norm(message: Message) -> float:

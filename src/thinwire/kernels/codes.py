@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits in bytes, in an order that vector units like.
+"""Codes of 1 to 9 bits in bytes, in an order that vector units like.
 
 A code of b bits is cut into *limbs* of 8, 4, 2 and 1 bits, those whose sum is b, the widest from the lowest bits. Each
 limb is packed by itself, planar: of m codes and w bits, with h = ceil(m w / 8), byte j holds the limbs of codes j,

@@ -14,8 +14,12 @@ from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_natural import decode_natural as decode_natural
+from thinwire.kernels.native_natural import encode_natural as encode_natural
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.native_ternary import decode_ternary as decode_ternary
+from thinwire.kernels.native_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.native_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.native_top_k import encode_top_k as encode_top_k
 

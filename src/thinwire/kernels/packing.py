@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
-from thinwire.kernels.codes import blocks_nbytes
+from thinwire.kernels.codes import blocks_nbytes, packed_nbytes
 from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels.ternary import ternary_nbytes
 from thinwire.kernels.top_k_layout import MAX_NUMEL, payload_nbytes, top_k_layout
 
 ENCODE_JOB = struct.Struct("<7Q2IfI")
@@ -91,6 +92,18 @@ def check_dither(bits: int, block: int) -> None:
         raise ValueError(f"dithering: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
 
 
+def check_natural(bits: int) -> None:
+    """Raise unless there is such a natural compression."""
+    if bits not in (8, 9):
+        raise ValueError(f"natural compression: expected 8 or 9 bits, got {bits}")
+
+
+def check_ternary(block: int) -> None:
+    """Raise unless there are such ternary codes."""
+    if block < 0:
+        raise ValueError(f"ternary codes: expected a block of at least 0, got {block}")
+
+
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
     """Raise where there is no key to draw random numbers with."""
     # A batch always has keys.
@@ -157,6 +170,18 @@ def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
 def dither_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_dither`."""
     return lambda n, _: 4 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
+
+
+@functools.cache
+def natural_nbytes(bits: int) -> PayloadNbytes:
+    """Return the payload of `encode_natural`."""
+    return lambda n, _: packed_nbytes(n, bits)
+
+
+@functools.cache
+def ternary_code_nbytes(block: int) -> PayloadNbytes:
+    """Return the payload of `encode_ternary`."""
+    return lambda n, _: 4 * -(-n // (block or max(n, 1))) + ternary_nbytes(n, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

@@ -17,9 +17,13 @@ from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
+from thinwire.kernels.reference_natural import decode_natural as decode_natural
+from thinwire.kernels.reference_natural import encode_natural as encode_natural
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
+from thinwire.kernels.reference_ternary import decode_ternary as decode_ternary
+from thinwire.kernels.reference_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.reference_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.reference_top_k import encode_top_k as encode_top_k
 from thinwire.random import uniform

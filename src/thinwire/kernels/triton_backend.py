@@ -12,8 +12,12 @@ from thinwire.kernels.triton_block_quant import encode_block_quant as encode_blo
 from thinwire.kernels.triton_cast import all_finite as all_finite
 from thinwire.kernels.triton_cast import decode_cast as decode_cast
 from thinwire.kernels.triton_cast import encode_cast as encode_cast
+from thinwire.kernels.triton_dither import decode_dither as decode_dither
+from thinwire.kernels.triton_dither import encode_dither as encode_dither
 from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit
 from thinwire.kernels.triton_one_bit import encode_one_bit as encode_one_bit
+from thinwire.kernels.triton_random_k import decode_random_k as decode_random_k
+from thinwire.kernels.triton_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.triton_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
 

@@ -1,8 +1,9 @@
 """Block quantisation: one float32 scale a block, then int8 codes or planar nibbles.
 
-A program works on ROWS blocks, WIDTH columns at a time. A column is one element of each block (8 bits) or the two that
-share a byte (4 bits: elements i and i + half, half = ceil(m / 2) of the block's m elements). Blocks of up to WIDTH
-columns are read once; longer ones twice, to find the scale and to code.
+Other widths than 8 and 4 bits are those of triton_quantise.py. Here, a program works on ROWS blocks, WIDTH columns at a
+time. A column is one element of each block (8 bits) or the two that share a byte (4 bits: elements i and i + half,
+half = ceil(m / 2) of the block's m elements). Blocks of up to WIDTH columns are read once; longer ones twice, to find
+the scale and to code.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_steps import max_scale
@@ -29,12 +29,11 @@ from thinwire.kernels.triton_elements import (
     pointer_to,
     zero_padding,
 )
-from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, OFFSET, RESIDUAL, Table, X, jobs_kernel
+from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, RESIDUAL, Table, X, jobs_kernel
+from thinwire.kernels.triton_philox import uniform
+from thinwire.kernels.triton_quantise import SHIFT, chunked, decode_blocks, encode_blocks, scale_of, shifted_code
 
 TILE = 2048  # columns of a program
-
-# 1.5 * 2**23: adding it rounds to an integer, ties to even, and leaves that integer in the low bits.
-SHIFT = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -53,46 +52,6 @@ def _columns(left, BLOCK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, 
         half = tl.minimum((m + 1) // 2, m) if SPAN < BLOCK else m
         end = begin + m
     return begin, half, end
-
-
-@triton.jit
-def _scale_of(peak, max_scale, LEVELS: tl.constexpr):
-    """Return peak / LEVELS, up one ulp where LEVELS times it falls short, and at most max_scale."""
-    largest = peak.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(largest, LEVELS * 1.0)
-    up = (scale.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    return tl.minimum(tl.where(scale * LEVELS < largest, up, scale), max_scale)
-
-
-@triton.jit
-def _uniform(key, steps, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr):
-    """Return the uniforms of random.py for WIDTH elements from each of `first` on, indices in the parameter.
-
-    `CHUNKED`: rows begin and end with chunks of 128 elements, so that a counter is worked out once for the eight
-    elements that share it; else once for each.
-    """
-    step, stream = steps.to(tl.uint32), (steps >> 32).to(tl.uint32)
-    if CHUNKED:
-        counter = (first >> 3) + tl.arange(0, WIDTH // 8)[None, :]
-        w0, w1, w2, w3 = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), step, stream)
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., i, j]: word 2 * i + j
-        halves = tl.join(words & 0xFFFF, words >> 16).to(tl.uint16)  # [..., i, j, h]: elements 16 * (4 i + 2 j + h) on
-        halves = tl.permute(tl.reshape(halves, (ROWS, WIDTH // 128, 16, 8)), (0, 1, 3, 2))
-        bits = tl.reshape(halves, (ROWS, WIDTH)).to(tl.int32)
-    else:
-        index = first + tl.arange(0, WIDTH)[None, :]
-        counter = (index >> 7) * 16 + (index & 15)
-        w0, w1, w2, w3 = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), step, stream)
-        e = (index & 127).to(tl.uint32)
-        word = tl.where(e < 64, tl.where(e < 32, w0, w1), tl.where(e < 96, w2, w3))
-        bits = ((word >> (e & 16)) & 0xFFFF).to(tl.int32)
-    return (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2**-16
-
-
-@triton.jit
-def _shifted_code(y, LEVELS: tl.constexpr):
-    """Return SHIFT + code of y = q / scale, or of floor(y + u)."""
-    return tl.minimum(tl.maximum(y, -LEVELS * 1.0), LEVELS * 1.0) + SHIFT
 
 
 @jobs_kernel
@@ -127,7 +86,7 @@ def _encode(
             high_q = form_q(x, residual, has_residual, residual_scale, high_place, (i < half) & (high_place < end))
             largest = tl.maximum(largest, magnitude(high_q))
         peak = tl.maximum(peak, tl.max(largest, axis=1, keep_dims=True))
-    scale = tl.where(peak < INF_BITS, _scale_of(peak, max_scale, LEVELS), 0.0)
+    scale = tl.where(peak < INF_BITS, scale_of(peak.to(tl.float32, bitcast=True), max_scale, LEVELS), 0.0)
     divisor = tl.where(scale > 0.0, scale, 1.0)  # where it is 0, so are all codes
 
     row = tl.arange(0, ROWS)[:, None]
@@ -145,8 +104,8 @@ def _encode(
         q = form_q(x, residual, has_residual, residual_scale, place, mask)
         y = tl.div_rn(q, divisor)
         if STOCHASTIC:  # no denormal reaches the floor, which might flush it: u has 17 bits below the point
-            y = tl.floor(y + _uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED))
-        code = _shifted_code(y, LEVELS)
+            y = tl.floor(y + uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED))
+        code = shifted_code(y, LEVELS)
         byte = code.to(tl.int32, bitcast=True)
         if BITS == 4:
             high_place = begin + half + i
@@ -154,8 +113,8 @@ def _encode(
             high_q = form_q(x, residual, has_residual, residual_scale, high_place, high_mask)
             high_y = tl.div_rn(high_q, divisor)
             if STOCHASTIC:
-                high_y = tl.floor(high_y + _uniform(key, steps, offset + begin + half + start, ROWS, WIDTH, CHUNKED))
-            high_code = _shifted_code(high_y, LEVELS)
+                high_y = tl.floor(high_y + uniform(key, steps, offset + begin + half + start, ROWS, WIDTH, CHUNKED))
+            high_code = shifted_code(high_y, LEVELS)
             high = tl.where(high_mask, high_code.to(tl.int32, bitcast=True), 0)  # an odd block's last is no code
             byte = (byte & 15) | ((high & 15) << 4)
             leave(residual, has_residual, high_place, high_mask, high_q - (high_code - SHIFT) * scale)
@@ -206,12 +165,6 @@ def _decode(
             deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
 
 
-def _check(bits: int, block: int) -> None:
-    packing.check_block_quant(bits, block)
-    if bits not in (4, 8):
-        raise ThinwireError(f"int{bits} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
-
-
 def _geometry(table: Table, bits: int, block: int, n_column: int, *address_columns: int) -> tuple[int, dict[str, int]]:
     """Return how many programs a job gets, and the constants that say what each does."""
     span = block if bits == 8 else -(-block // 2)
@@ -226,21 +179,23 @@ def _geometry(table: Table, bits: int, block: int, n_column: int, *address_colum
 def encode_block_quant(
     jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
 ) -> list[bool]:
-    """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
+    """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
-    _check(bits, block)
+    packing.check_block_quant(bits, block)
     if stochastic:
         packing.check_keys(jobs)
     if not jobs:
         return []
     device = jobs[0].x.device
     table = Table.of_encode(packing.pack_encode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
+    if bits not in (4, 8):
+        encode_blocks(table, bits=bits, block=block, rule="stochastic" if stochastic else "nearest")
+        return table.finite()
     num_tiles, constants = _geometry(table, bits, block, ENCODE_N, X, RESIDUAL)
-    # Whether every row of a tile begins with a chunk of random numbers.
-    chunked = table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
+    by_chunks = chunked(table, block)
     if bits == 4:  # also the second half of a block
-        chunked = chunked and block % 256 == 0 and constants["REGULAR"]
-    constants |= {"STOCHASTIC": stochastic, "CHUNKED": stochastic and chunked}
+        by_chunks = by_chunks and block % 256 == 0 and constants["REGULAR"]
+    constants |= {"STOCHASTIC": stochastic, "CHUNKED": stochastic and by_chunks}
     table.launch(_encode, num_tiles, max_scale(2 ** (bits - 1) - 1), **constants)
     return table.finite()
 
@@ -248,10 +203,13 @@ def encode_block_quant(
 def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
     """Set value = code * scale of its block."""
     packing.check_threads(threads)
-    _check(bits, block)
+    packing.check_block_quant(bits, block)
     if not jobs:
         return
     device = jobs[0].out.device
     table = Table.of_decode(packing.pack_decode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
+    if bits not in (4, 8):
+        decode_blocks(table, bits=bits, block=block)
+        return
     num_tiles, constants = _geometry(table, bits, block, DECODE_N, DECODE_OUT)
     table.launch(_decode, num_tiles, **constants)

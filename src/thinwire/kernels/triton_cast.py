@@ -22,7 +22,6 @@ from thinwire.kernels.triton_elements import (
     left_from,
     magnitude,
     output_of,
-    pointer_to,
     zero_padding,
 )
 from thinwire.kernels.triton_launch import (
@@ -37,6 +36,7 @@ from thinwire.kernels.triton_launch import (
     X,
     jobs_kernel,
 )
+from thinwire.kernels.triton_values import NAMES, load_values, store_values
 
 TILE = 2048
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,43 +64,9 @@ def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     return table.finite()
 
 
-@triton.jit
-def _store(address, place, mask, value, BF16: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr):
-    """Write the values in their dtype; return what was written as float32."""
-    ALIGN: tl.constexpr = 16 if REGULAR else 4
-    if BF16:  # in integers, so that every chip rounds to nearest even; a NaN may become anything: it is flagged
-        bits = value.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(pointer_to(address, tl.uint16, ALIGN) + place, bits.to(tl.uint16), mask=mask)
-        sent = (bits << 16).to(tl.float32, bitcast=True)
-    elif NBYTES == 2:
-        half = value.to(tl.float16)
-        tl.store(pointer_to(address, tl.float16, ALIGN) + place, half, mask=mask)
-        sent = half.to(tl.float32)
-    else:
-        tl.store(floats_at(address, REGULAR) + place, value, mask=mask)
-        sent = value
-    return sent
-
-
-@triton.jit
-def _load(address, place, mask, BF16: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr):
-    """Return the values as float32."""
-    ALIGN: tl.constexpr = 16 if REGULAR else 4
-    if BF16:
-        bits = tl.load(pointer_to(address, tl.uint16, ALIGN) + place, mask=mask, other=0)
-        value = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif NBYTES == 2:
-        half = tl.load(pointer_to(address, tl.float16, ALIGN) + place, mask=mask, other=0.0)
-        value = half.to(tl.float32)
-    else:
-        value = tl.load(floats_at(address, REGULAR) + place, mask=mask, other=0.0)
-    return value
-
-
 @jobs_kernel
 def _encode(
-    flags, table, num_tiles, BF16: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr, TILE: tl.constexpr
+    flags, table, num_tiles, NUMBER: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr, TILE: tl.constexpr
 ):
     job, tile = job_and_tile(num_tiles)
     first = tile.to(tl.int64) * TILE
@@ -108,7 +74,8 @@ def _encode(
     place = tl.arange(0, TILE)
     mask = place < left
     q = form_q(x, residual, has_residual, scale, place, mask)
-    sent = _store(tl.load(encode_row(table, job) + 2) + NBYTES * first, place, mask, q, BF16, NBYTES, REGULAR)
+    out = tl.load(encode_row(table, job) + 2)
+    sent = store_values(out + NBYTES * first, place, mask, q, NUMBER, 16 if REGULAR else 4)
     leave(residual, has_residual, place, mask, q - sent)
     flag_non_finite(flags, job, tl.max(tl.maximum(magnitude(q), magnitude(sent)), axis=0))
     zero_padding(table, job, tile, num_tiles, (left + first) * NBYTES, TILE)
@@ -116,14 +83,15 @@ def _encode(
 
 @jobs_kernel
 def _decode(
-    flags, table, num_tiles, BF16: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr, TILE: tl.constexpr
+    flags, table, num_tiles, NUMBER: tl.constexpr, NBYTES: tl.constexpr, REGULAR: tl.constexpr, TILE: tl.constexpr
 ):
     job, tile = job_and_tile(num_tiles)
     first = tile.to(tl.int64) * TILE
     out, alpha, accumulate, left = output_of(table, job, first, REGULAR)
     place = tl.arange(0, TILE)
     mask = place < left
-    value = _load(tl.load(decode_row(table, job)) + NBYTES * first, place, mask, BF16, NBYTES, REGULAR)
+    data = tl.load(decode_row(table, job))
+    value = load_values(data + NBYTES * first, place, mask, NUMBER, 16 if REGULAR else 4)
     deliver(out, alpha, accumulate, place, mask, value)
 
 
@@ -138,7 +106,7 @@ def encode_cast(jobs: Sequence[EncodeJob], *, dtype: torch.dtype, threads: int =
     table.launch(
         _encode,
         max(1, triton.cdiv(table.most(ENCODE_N), TILE)),
-        BF16=dtype == torch.bfloat16,
+        NUMBER=NAMES[dtype],
         NBYTES=dtype.itemsize,
         REGULAR=table.any_bits(X, RESIDUAL, OUT, ENCODE_N) % 16 == 0,
         TILE=TILE,
@@ -157,7 +125,7 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
     table.launch(
         _decode,
         max(1, triton.cdiv(table.most(DECODE_N), TILE)),
-        BF16=dtype == torch.bfloat16,
+        NUMBER=NAMES[dtype],
         NBYTES=dtype.itemsize,
         REGULAR=table.any_bits(DATA, DECODE_OUT, DECODE_N) % 16 == 0,
         TILE=TILE,

@@ -16,12 +16,14 @@ from thinwire.kernels import packing
 
 # The words of a row.
 X, RESIDUAL, OUT, ENCODE_N, OFFSET = 0, 1, 2, 3, 6
-DATA, DECODE_OUT, DECODE_N = 0, 1, 2
+ENCODE_STREAM = slice(5, 8)
+DATA, DECODE_OUT, DECODE_N, DECODE_ACCUMULATE = 0, 1, 2, 3
 FINITE_N = 1
 
 # One text for every grid: nothing is compiled again because a message has one tile more or a table starts elsewhere.
 jobs_kernel = triton.jit(
-    do_not_specialize=["num_tiles", "num_sums", "room"], do_not_specialize_on_alignment=["flags", "table"]
+    do_not_specialize=["num_tiles", "num_sums", "num_above", "most_blocks", "room", "most"],
+    do_not_specialize_on_alignment=["flags", "table"],
 )
 
 
@@ -80,6 +82,13 @@ class Table:
     def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return fresh memory for `numel` numbers a job."""
         return torch.empty(self.num_jobs * numel, dtype=dtype, device=self._device)
+
+    def send(self, words: "np.ndarray[Any, Any]") -> Tensor:
+        """Return int64 words on the device, without waiting for them."""
+        host = torch.from_numpy(np.ascontiguousarray(words, dtype=np.int64))
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
 
     def flags(self) -> list[int]:
         """Wait for what was launched; return one flag a job."""

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_steps import TREE_CHUNK
 from thinwire.kernels.triton_elements import (
     decode_row,
     deliver,
@@ -28,17 +29,9 @@ from thinwire.kernels.triton_elements import (
     zero_padding,
 )
 from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, RESIDUAL, Table, X, jobs_kernel
+from thinwire.kernels.triton_tree_sum import CHUNK, to_one_chunk, tree_sum
 
 TILE = 2048
-CHUNK = tl.constexpr(1024)  # TREE_CHUNK of reference.py
-
-
-@triton.jit
-def _tree_sum(terms):
-    """Sum 1024 float64 by halving, as `tree_sum` does. Each step adds two terms, so no reduction chooses an order."""
-    for level in tl.static_range(10):
-        terms = tl.sum(tl.reshape(terms, (2, 512 >> level)), axis=0)
-    return tl.sum(terms, axis=0)
 
 
 @jobs_kernel
@@ -51,7 +44,8 @@ def _chunks(flags, table, num_tiles, sums, RMS: tl.constexpr, REGULAR: tl.conste
     q = form_q(x, residual, has_residual, scale, place, place < left)
     flag_non_finite(flags, job, tl.max(magnitude(q), axis=0))
     wide = q.to(tl.float64)
-    tl.store(sums + tl.program_id(0), _tree_sum(wide * wide if RMS else tl.abs(wide)))
+    terms = tl.reshape(wide * wide if RMS else tl.abs(wide), (1, CHUNK))
+    tl.store(sums + tl.program_id(0), tl.sum(tree_sum(terms, 1, CHUNK)))
     negative = tl.reshape((q < 0.0).to(tl.int32), (CHUNK // 8, 8))
     packed = tl.sum(negative << tl.arange(0, 8)[None, :], axis=1)
     signs = pointer_to(tl.load(encode_row(table, job) + 2) + 4 + first // 8, tl.uint8, 4)
@@ -60,20 +54,11 @@ def _chunks(flags, table, num_tiles, sums, RMS: tl.constexpr, REGULAR: tl.conste
 
 
 @jobs_kernel
-def _level(flags, table, num_tiles, sums, num_sums, above):
-    """Sum up to 1024 of a job's sums: one level of the tree."""
-    job, tile = job_and_tile(num_tiles)
-    place = tile * CHUNK + tl.arange(0, CHUNK)
-    terms = tl.load(sums + job.to(tl.int64) * num_sums + place, mask=place < num_sums, other=0.0)
-    tl.store(above + tl.program_id(0), _tree_sum(terms))
-
-
-@jobs_kernel
 def _scale(flags, table, num_tiles, sums, num_sums, RMS: tl.constexpr):
     """Sum what is left, at most 1024 sums, and write the scale."""
     job, tile = job_and_tile(num_tiles)
-    place = tl.arange(0, CHUNK)
-    total = _tree_sum(tl.load(sums + job * num_sums + place, mask=place < num_sums, other=0.0))
+    place = tl.arange(0, CHUNK)[None, :]
+    total = tl.sum(tree_sum(tl.load(sums + job * num_sums + place, mask=place < num_sums, other=0.0), 1, CHUNK))
     n = tl.load(encode_row(table, job) + 3)
     mean = total / tl.maximum(n, 1).to(tl.float64)
     scale = (tl.sqrt(mean) if RMS else mean).to(tl.float32)
@@ -115,16 +100,12 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
         return []
     device = jobs[0].x.device
     table = Table.of_encode(packing.pack_encode(jobs, packing.one_bit_nbytes, device=device), device)
-    n, chunk = table.most(ENCODE_N), CHUNK.value
+    n = table.most(ENCODE_N)
     regular = table.any_bits(X, RESIDUAL, ENCODE_N) % 16 == 0
-    num_sums = max(1, triton.cdiv(n, chunk))
+    num_sums = max(1, triton.cdiv(n, TREE_CHUNK))
     sums = table.scratch(num_sums, torch.float64)
     table.launch(_chunks, num_sums, sums, RMS=rms, REGULAR=regular, num_warps=1)
-    while num_sums > chunk:
-        num_above = triton.cdiv(num_sums, chunk)
-        above = table.scratch(num_above, torch.float64)
-        table.launch(_level, num_above, sums, num_sums, above, num_warps=1)
-        sums, num_sums = above, num_above
+    sums, num_sums = to_one_chunk(table, sums, 1, num_sums)
     table.launch(_scale, 1, sums, num_sums, RMS=rms, num_warps=1)
     if table.any_bits(RESIDUAL):
         table.launch(_residual, max(1, triton.cdiv(n, TILE)), REGULAR=regular, TILE=TILE)

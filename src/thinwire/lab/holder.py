@@ -58,6 +58,9 @@ def _port(node: int) -> str:
     return f"port{node}"
 
 
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
 class Namespaces:
     """The hub's and the nodes' network namespaces, the links between them, and their rates."""
 
@@ -65,6 +68,7 @@ class Namespaces:
         self.rates = rates
         self.latency = latency or None
         self.delay_line: str | None = None  # "netem", "user space" or None
+        self.congestion_control: str | None = None  # of TCP in the nodes
         self.tools = {name: _find_tool(name) for name in ("ip", "tc")}
         self.in_user_namespace = _leave_network()
         self.hub = _open_own_namespace()
@@ -90,7 +94,9 @@ class Namespaces:
             linux.setns(namespace, linux.CLONE_NEWNET)
             # Linux's default, whatever this machine's choice is; that one stays where namespaces may not have cubic.
             with contextlib.suppress(OSError):
-                Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
+                _CONGESTION_CONTROL.write_text("cubic")
+            with contextlib.suppress(OSError):
+                self.congestion_control = _CONGESTION_CONTROL.read_text().strip()
             # Autocorking waits until a host's frames have left it. Here they are on its account until they are through
             # both queues, and Linux then forgets the end of a block for 40 ms and more, as no network card makes it do.
             with contextlib.suppress(OSError):
@@ -315,6 +321,7 @@ def main(settings: str) -> None:
                 "namespaces": [f"/proc/{os.getpid()}/fd/{fd}" for fd in network.nodes],
                 "user_namespace": f"/proc/{os.getpid()}/ns/user" if network.in_user_namespace else None,
                 "delay_line": network.delay_line,
+                "congestion_control": network.congestion_control,
             }
         )
         _serve(network, parent)

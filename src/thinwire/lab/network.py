@@ -31,6 +31,7 @@ class Network(ABC):
     emulated: bool
     interfaces: tuple[str, ...]  # each node's network interface
     reason: str | None = None  # why this is not a Lab
+    congestion_control: str | None = None  # TCP's in the nodes, which decides how well a slow link is filled
 
     def __init__(self, nodes: int, nproc_per_node: int):
         if nodes < 1 or nproc_per_node < 1:
@@ -198,6 +199,7 @@ class Lab(Network):
             raise
         self.interfaces = tuple(made["interfaces"])
         self.delay_line: str | None = made["delay_line"]  # "netem", "user space", or None without latency
+        self.congestion_control = made["congestion_control"]
         self.in_user_namespace: bool = made["user_namespace"] is not None
         self._namespaces: list[str] = made["namespaces"]
         self._user_namespace: str | None = made["user_namespace"]

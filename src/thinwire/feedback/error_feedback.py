@@ -1,12 +1,13 @@
-"""Feedback: what is done with the part that was not sent."""
+"""Error feedback: what was not sent is added to the next step."""
 
 from dataclasses import dataclass
 
 from thinwire.errors import RecipeError
+from thinwire.feedback.base import Feedback, Slot, residual_slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorFeedback:
+class ErrorFeedback(Feedback):
     r"""Adds what was not sent to the next step's gradient.
 
     With the residual e_t (0 at first), per sender:
@@ -40,16 +41,28 @@ class ErrorFeedback:
         if not 0.0 < self.decay <= 1.0:
             raise RecipeError(f"ErrorFeedback: expected a decay in (0, 1], got {self.decay}")
 
+    def recipe(self) -> str:
+        """`ef`, with what differs from the defaults."""
+        extras = [f"decay={self.decay!r}"] if self.decay != 1.0 else []
+        extras += ["lr"] if self.lr_correction else []
+        return ":".join(["ef", *extras])
+
+    def slots(self, *, exact_up: bool, exact_down: bool, owners: bool) -> frozenset[Slot]:
+        """A residual on every side that loses something."""
+        return residual_slots(exact_up=exact_up, exact_down=exact_down)
+
+    @property
+    def needs_learning_rate(self) -> bool:
+        """Only for the correction."""
+        return self.lr_correction
+
     def unit_ratio(
         self, *, lr: float = 1.0, last_lr: float = 1.0, loss_scale: float = 1.0, last_loss_scale: float = 1.0
     ) -> float:
-        """Return what converts a residual into this step's units; the factor in `q` is decay times this.
-
-        Args:
-            lr: learning rate of the step that begins.
-            last_lr: learning rate when the residual was left.
-            loss_scale: factor on this step's gradients (GradScaler's scale).
-            last_loss_scale: factor on the gradients that left the residual.
-        """
+        """Return what converts a residual into this step's units; the factor in `q` is decay times this."""
         lr_ratio = last_lr / lr if self.lr_correction and lr > 0 and last_lr > 0 else 1.0
         return lr_ratio * (loss_scale / last_loss_scale)
+
+    def residual_scale(self, unit_ratio: float) -> float:
+        """Return decay times the ratio."""
+        return self.decay * unit_ratio

@@ -1,0 +1,65 @@
+"""Ternary codes in plain torch, the specification: values rounded by chance to -scale, 0 and +scale."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_steps import deliver, finish, in_blocks, tree_sum, with_residual
+from thinwire.kernels.ternary import NUM_BYTES, pack_ternary, refuse, ternary_nbytes, unpack_ternary
+from thinwire.random import uniform
+
+
+def _scales(q: Tensor, block: int, clip: float) -> Tensor:
+    """Return max|q| of every block, at most `clip` times the root of the mean of q^2 where `clip` is not 0."""
+    rows = in_blocks(q, block)
+    scale = rows.abs().amax(dim=1, keepdim=True)
+    if clip:
+        counts = in_blocks(torch.ones_like(q, dtype=torch.float64), block).sum(dim=1)
+        sigma = (tree_sum(rows.to(torch.float64).square()) / counts).sqrt()
+        scale = torch.minimum(scale, (sigma * clip).to(torch.float32)[:, None])
+    return scale
+
+
+def encode_ternary(jobs: Sequence[EncodeJob], *, block: int, clip: float, threads: int = 1) -> list[bool]:
+    """Write one float32 scale a block (`block` = 0: the whole partition), then the codes, five to a byte.
+
+    The scale is max|q|, or the least of that and float32(clip * sqrt(sum q^2 / m)), in float64 by `tree_sum`, where
+    `clip` is not 0. Codes are floor(q / scale + u), clamped to [-1, 1]; 0 where the scale is 0.
+    """
+    finite: list[bool] = []
+    for job in jobs:
+        assert job.key is not None, "ternary codes need a key"
+        q = with_residual(job)
+        n, rows = q.numel(), in_blocks(q, block)
+        scale = _scales(q, block, clip)
+        y = torch.where(scale > 0, rows / scale, torch.zeros_like(rows))
+        codes = torch.floor(y + in_blocks(uniform(job.key, n, q.device), block)).clamp(-1, 1).nan_to_num(0.0)
+        num_scales = 4 * len(rows)
+        job.out[:num_scales].view(torch.float32).copy_(scale.view(-1))
+        packed = pack_ternary(codes.view(-1)[:n].to(torch.int8), rows.shape[1])
+        job.out[num_scales : num_scales + packed.numel()] = packed
+        job.out[num_scales + packed.numel() :].zero_()
+        finite.append(finish(job, q, (codes.to(torch.int8).to(torch.float32) * scale).view(-1)[:n]))
+    return finite
+
+
+def decode_ternary(jobs: Sequence[DecodeJob], *, block: int, threads: int = 1) -> None:
+    """Set value = code * scale of its block. All jobs are checked before any is written.
+
+    Raises:
+        WireError: a byte that no five codes give.
+    """
+    found: list[Tensor] = []
+    for index, job in enumerate(jobs):
+        n = job.out.numel()
+        width = block or max(n, 1)
+        num_scales = -(-n // width)
+        scale = job.data[: 4 * num_scales].view(torch.float32).repeat_interleave(width)[:n]
+        packed = job.data[4 * num_scales :][: ternary_nbytes(n, width)]
+        for place in (packed >= NUM_BYTES).nonzero().view(-1).tolist():
+            refuse(index, place, int(packed[place]))
+        found.append(unpack_ternary(packed, n, width).to(torch.float32) * scale)
+    for job, values in zip(jobs, found, strict=True):
+        deliver(job, values)

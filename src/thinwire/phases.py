@@ -1,0 +1,150 @@
+"""A schedule resolved once against a model: one plan for every phase, with the same partitions and owners.
+
+Since owners stay, residuals need not move when a phase begins.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.aggregators import Dense
+from thinwire.errors import PlanError, RecipeError
+from thinwire.feedback import EF21, MomentumCorrection, Slot
+from thinwire.plan import Plan, PlannedParam, PlanOptions, build_plan
+from thinwire.schedule import Phase, Schedule, parse_schedule
+
+_RESIDUALS = frozenset({Slot.WORKER, Slot.OWNER})
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Plans by the step from which they are valid, in ascending order and from step 0 on."""
+
+    plans: tuple[tuple[int, Plan], ...]
+
+    def at(self, step: int) -> Plan:
+        """Return the plan that is valid at a step."""
+        return [plan for start, plan in self.plans if start <= step][-1]
+
+    @property
+    def final(self) -> Plan:
+        """The plan of the last phase."""
+        return self.plans[-1][1]
+
+    @property
+    def kept(self) -> Plan:
+        """The last plan, with all that must be kept of every parameter in any phase."""
+        slots: dict[str, frozenset[Slot]] = {}
+        for _, plan in self.plans:
+            for param in plan.params:
+                slots[param.info.name] = slots.get(param.info.name, frozenset()) | param.slots
+        params = (dataclasses.replace(param, slots=slots[param.info.name]) for param in self.final.params)
+        return dataclasses.replace(self.final, params=tuple(params))
+
+    def lines(self) -> list[str]:
+        """Return all that must agree between ranks, one fact a line."""
+        lines = list[str]()
+        for start, plan in self.plans:
+            lines += [*([f"from step {start}"] if start else []), *plan.lines()]
+        return lines
+
+    def __str__(self) -> str:
+        if len(self.plans) == 1:
+            return str(self.final)
+        return "\n\n".join(f"from step {start} on:\n{plan}" for start, plan in self.plans)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `lines`."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+
+def build_phases(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    recipe: Phase | Schedule,
+    world_size: int,
+    options: PlanOptions | None = None,
+    *,
+    start_after: int = 0,
+) -> Phases:
+    """Plan every phase of a schedule, or the only one.
+
+    Args:
+        named_parameters: those that train, in order of registration.
+        recipe: a schedule, or what `build_plan` takes.
+        world_size: number of ranks.
+        options: cuts and thresholds.
+        start_after: put as many dense steps before the phases.
+
+    Raises:
+        RecipeError: an unknown recipe or a setting out of range.
+        PlanError: what `build_plan` raises, or a phase that could not deliver what is owed from those before.
+    """
+    named = list(named_parameters)
+    if isinstance(recipe, str):
+        recipe = parse_schedule(recipe)
+    phases = recipe.phases if isinstance(recipe, Schedule) else ((0, recipe),)
+    if start_after:
+        phases = ((0, Dense()), *((start_after + start, phase) for start, phase in phases))
+    starts, policies = [start for start, _ in phases], [phase for _, phase in phases]
+    plans = [build_plan(named, policy, world_size, options) for policy in policies]  # type: ignore[arg-type]
+    if len(plans) > 1 and any(not plan.is_dense for plan in plans):
+        # Dense phases go through owners then, too: buckets do not show in the bits of any step.
+        momentum = _momentum(plans)
+        plans = [
+            build_plan(named, policy, world_size, options, momentum=momentum, all_reduce=False)  # type: ignore[arg-type]
+            for policy in policies
+        ]
+    return Phases(tuple(zip(starts, _carried(_with_same_owners(plans)), strict=True)))
+
+
+def _momentum(plans: Iterable[Plan]) -> MomentumCorrection | None:
+    """Return the momentum of some phase; `build_plan` sees to it that it is that of all."""
+    feedback = (param.aggregator.feedback for plan in plans for param in plan.params)
+    return next((one for one in feedback if isinstance(one, MomentumCorrection)), None)
+
+
+def _with_same_owners(plans: list[Plan]) -> list[Plan]:
+    """Give every phase the owners of the last one: dealt by its bytes, which decide for longest."""
+    owners = {(p.name, p.offset): p.owner for param in plans[-1].params for p in param.partitions}
+
+    def like_the_last(param: PlannedParam) -> PlannedParam:
+        partitions = (dataclasses.replace(p, owner=owners[p.name, p.offset]) for p in param.partitions)
+        return dataclasses.replace(param, partitions=tuple(partitions))
+
+    return [dataclasses.replace(plan, params=tuple(map(like_the_last, plan.params))) for plan in plans]
+
+
+def _carried(plans: list[Plan]) -> list[Plan]:
+    """Let every phase deliver what those before it owe."""
+    owing: Mapping[str, PlannedParam] = {}
+    carried = list[Plan]()
+    for plan in plans:
+        plan = dataclasses.replace(
+            plan, params=tuple(_owing(param, owing.get(param.info.name)) for param in plan.params)
+        )
+        owing = {param.info.name: param for param in plan.params if param.slots & _RESIDUALS}
+        carried.append(plan)
+    return carried
+
+
+def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:
+    """Return a phase's parameter such that it also delivers what it owed in the phase before."""
+    if before is None:
+        return param
+    owed, aggregator = before.slots & _RESIDUALS, param.aggregator
+    what = (
+        f"{param.info.name}: {before.aggregator.recipe()!r} leaves something to be sent, which {aggregator.recipe()!r}"
+    )
+    if isinstance(aggregator.feedback, EF21) or (Slot.OWNER in owed and not aggregator.has_owners):
+        raise PlanError(f"{what} after it would never do; expected phases with the same feedback and aggregator")
+    if aggregator.feedback is None:
+        try:
+            aggregator = dataclasses.replace(aggregator, feedback=before.aggregator.feedback)  # type: ignore[type-var]
+        except RecipeError as error:
+            raise PlanError(f"{what} cannot deliver: {error}") from error
+    partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
+    return dataclasses.replace(param, aggregator=aggregator, partitions=partitions, slots=param.slots | owed)
