@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Block, BufferPool, Dense, Message
+from thinwire.aggregators import BufferPool, Dense, Message
 from thinwire.comm.local import run_lock_step
 from thinwire.plan import Plan
 from thinwire.state import State
@@ -32,10 +32,10 @@ class LockStep:
             for rank, (state, values) in enumerate(zip(states, self._values, strict=True)):
                 message = Message(layout, [], rank, threads=threads, buffers=buffers)
                 for p in layout.partitions:
-                    block = Block(p, values[p.name][p.offset : p.offset + p.numel])
+                    value = values[p.name][p.offset : p.offset + p.numel]
+                    block = state.block(p, value, plan.by_name[p.name].slots)
                     if p.aggregator.feedback is not None:
-                        block.residual, block.owner_residual = state.residual(p), state.owner_residual(p)
-                        block.residual_scale = p.aggregator.feedback.decay
+                        block.residual_scale = p.aggregator.feedback.residual_scale(1.0)
                     message.blocks.append(block)
                 ranks.append(message)
             self._messages.append(ranks)
