@@ -37,6 +37,9 @@ WHEN = {
     "natural:3": "CLAN's setting with the fewest bits; noisy",
     "natural:5": "unbiased at 5 bits, variance at most an eighth for any partition: magnitudes of many sizes",
     "qsgd:4": "to compare with QSGD; linear dithering by the maximum errs less on most blocks",
+    "cnat:8": "a quarter of the bytes without any scale, variance at most an eighth; int8 errs far less",
+    "terngrad": "to compare with TernGrad; one scale a partition makes it very noisy",
+    "terngrad:block=512": "unbiased at 1.7 bits a value; compare with int2:stochastic",
     "onebit": "very slow networks: a thirty-second of the bytes; best after dense steps (start_after=)",
     "onebit:rms": "to compare with 1-bit Adam; l1 errs less",
     "topk:0.01": "very slow networks: a hundredth of the bytes; best after dense steps (start_after=)",
@@ -136,7 +139,7 @@ def contract_text(contract: Contract) -> str:
 
 
 def _kind(recipe: str) -> str:
-    return recipe.rpartition("/")[2].partition("+")[0].partition(":")[0]
+    return recipe.rpartition("/")[2].partition("@")[0].partition("+")[0].partition(":")[0]
 
 
 def _with_every_aggregator(recipe: str) -> Iterator[Aggregator]:

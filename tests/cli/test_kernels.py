@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinwire import kernels
-from thinwire.bench.kernels import NUM_SMALL, OPS, PARTITION_NUMEL, Blocks, is_sparse, reference_kernels
+from thinwire.bench.kernels import NUM_SMALL, OPS, PARTITION_NUMEL, Blocks, reference_kernels
 from thinwire.catalogue import FULL_PARTITION, catalogue
 from thinwire.cli import main
 from thinwire.cli.kernels import parse_nbytes
@@ -51,7 +51,7 @@ def test_every_compressor_can_be_measured(compressor) -> None:
     assert set(floor) == set(OPS)
     assert floor["encode_feedback"] == 3 * whole + wire
     assert floor["decode"] == whole + wire
-    if is_sparse(compressor, FULL_PARTITION):
+    if compressor.holds_back(FULL_PARTITION):
         assert floor["accumulate"] < 2 * whole + wire
     else:
         assert (floor["encode"], floor["accumulate"]) == (whole + wire, 2 * whole + wire)

@@ -7,6 +7,8 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.cli.record import parse_steps
+from thinwire.compressors import OneBit
+from thinwire.errors import RecipeError
 
 RECIPES = "int8,int4,onebit,topk:0.01,dense,fp16,gather/randomk:0.1:scaled"
 
@@ -28,6 +30,7 @@ def test_replay_of_a_recording(recorded: Path, tmp_path: Path, capsys: pytest.Ca
     assert document["schema"] == 1
     assert document["conditions"]["steps"] == [1, 2]
     assert document["conditions"]["num_ranks"] == 2
+    assert document["left_out"] == {}
     assert "byte-level GPT" in document["conditions"]["recorded"]["model"]
     rows = {row["recipe"]: row for row in document["rows"]}
     assert list(rows) == RECIPES.split(",")
@@ -37,6 +40,19 @@ def test_replay_of_a_recording(recorded: Path, tmp_path: Path, capsys: pytest.Ca
     names = {f"replay{family}.png" for family in ("", "-cast", "-block", "-sign", "-sparse", "-random-k")}
     assert {path.name for path in tmp_path.glob("*.png")} == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RecipeError("needs a matrix")
+
+    monkeypatch.setattr(OneBit, "encode_jobs", fail)
+    assert main(["replay", str(recorded), "--recipes", "onebit,int8"]) == 0
+    text = capsys.readouterr().out
+    assert "left out: onebit: needs a matrix" in text
+    assert "int8 " in text
 
 
 def test_pictures_may_be_svg(recorded: Path, tmp_path: Path) -> None:

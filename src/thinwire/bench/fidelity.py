@@ -21,6 +21,7 @@ from thinwire.aggregators import Aggregator, Dense
 from thinwire.bench.kernels import best_s
 from thinwire.bench.lock_step import LockStep
 from thinwire.bench.recording import Recording
+from thinwire.bench.results import machine
 from thinwire.kernels import DecodeBatch, EncodeBatch
 from thinwire.plan import Plan, build_plan
 from thinwire.random import SHARED_STREAM, Key
@@ -120,10 +121,8 @@ class Fidelity:
             "cosine": _mean(cosines),
         }
 
-    def document(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the JSON document of all that was measured."""
-        from thinwire.bench.results import machine
-
+    def document(self, rows: Sequence[Mapping[str, Any]], left_out: Mapping[str, str]) -> dict[str, Any]:
+        """Return the JSON document of all that was measured, and why what was not."""
         conditions = {
             **machine(),
             "threads": self._threads,
@@ -132,7 +131,7 @@ class Fidelity:
             "num_ranks": self.recording.num_ranks,
             "recorded": self.recording.conditions,
         }
-        return {"schema": 1, "conditions": conditions, "rows": list(rows)}
+        return {"schema": 1, "conditions": conditions, "rows": list(rows), "left_out": dict(left_out)}
 
 
 def _relative_error(got: Tensor, exact: Tensor) -> float:

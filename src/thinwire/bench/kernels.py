@@ -99,7 +99,7 @@ class Blocks:
         """
         whole, wire = 4 * self.out.numel(), self.data.numel()
         touched = read = whole
-        if is_sparse(self.compressor, self.specs[0]):
+        if self.compressor.holds_back(self.specs[0]):
             self._decode_all(None)
             touched = _lines_nbytes(self.out)
             read = touched if self.compressor.shared_key else whole
@@ -115,12 +115,6 @@ def _shape(numel: int) -> tuple[int, ...]:
     """A square where there is one, for kinds that need a matrix; to the others a shape is but its length."""
     side = math.isqrt(numel)
     return (side, side) if side * side == numel else (numel,)
-
-
-def is_sparse(compressor: Compressor, spec: BlockSpec) -> bool:
-    """Whether the compressor sends fewer values than there are, as its layout tells."""
-    values = [part for part in compressor.layout(spec).parts if part.name == "values"]
-    return bool(values) and math.prod(values[0].shape) < spec.numel
 
 
 def _lines_nbytes(out: Tensor) -> int:

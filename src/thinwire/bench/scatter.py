@@ -33,7 +33,7 @@ def draw(document: Mapping[str, Any], path: Path, *, family: str | None = None) 
     with matplotlib.rc_context(style):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(12, 5.4 if family else 7.5), layout="constrained")
+        figure = Figure(figsize=(13, 5.4) if family else (14, 8), layout="constrained")
         conditions = document["conditions"]
         for axes, (key, title) in zip(figure.subplots(1, 2), _PANELS, strict=True):
             _panel(axes, document["rows"], key, family)
@@ -77,7 +77,7 @@ def _panel(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, family: str |
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.2, y=0.08)
+    axes.margins(x=0.15, y=0.08)
     near = list(_points([row for row in rows if row["family"] == family], key).values())
     if near:  # else the whole picture
         (left, bottom), (right, top) = map(min, zip(*near, strict=True)), map(max, zip(*near, strict=True))

@@ -10,6 +10,7 @@ from thinwire.bench.terminal import Column, open_table
 from thinwire.catalogue import catalogue
 from thinwire.cli.bench import argument, positive_int
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
+from thinwire.errors import ThinwireError
 from thinwire.recipes import parse_recipe
 
 COLUMNS = (
@@ -61,12 +62,19 @@ def run(args: argparse.Namespace) -> int:
     recipes = args.recipes or parse_recipes(",".join(entry.recipe for entry in catalogue() if entry.aggregators))
     fidelity = Fidelity(Recording(args.file), threads=args.threads)
     rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     with open_table(COLUMNS, table_file(args.json)) as table:
         for aggregator in recipes:
             table.status(f"replaying {aggregator.recipe()}")
-            rows.append(fidelity.measure(aggregator))
+            try:
+                rows.append(fidelity.measure(aggregator))
+            except (ThinwireError, NotImplementedError) as error:  # one that does not fit these gradients
+                left_out[aggregator.recipe()] = str(error)
+                continue
             table.add(_cells(rows[-1]))
-    document = fidelity.document(rows)
+    document = fidelity.document(rows, left_out)
+    for name, why in left_out.items():
+        print(f"left out: {name}: {why}", file=table_file(args.json))
     print(_conditions(document["conditions"]), file=table_file(args.json))
     write_json(document, args.json)
     if args.plot is not None:
