@@ -56,6 +56,17 @@ def cases() -> list[Case]:
             settings = {"bits": bits, "block": 0, "natural": natural}
             label = f"{'natural' if natural else 'linear'}{bits}-{'l2' if l2 else 'max'}"
             found.append(Case(label, "dither", 4 + N * bits // 8, {**settings, "l2": l2}, settings))
+    for label, bits, block, bagua, stochastic in (
+        ("minmax8", 8, 512, False, False),
+        ("minmax8-partition", 8, 0, False, False),
+        ("minmax4", 4, 512, False, False),
+        ("minmax8-bagua", 8, 512, True, False),
+        ("minmax4-bagua", 4, 512, True, False),
+        ("minmax4-stochastic", 4, 512, False, True),
+    ):
+        settings = {"bits": bits, "block": block, "bagua": bagua}
+        nbytes = 8 * (N // (block or N)) + N * bits // 8
+        found.append(Case(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings))
     for rms in (False, True):
         found.append(Case(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", 4 + N // 8, {"rms": rms}, {}))
     for dtype in (torch.float32, torch.float16, NATURAL):

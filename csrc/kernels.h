@@ -25,6 +25,13 @@ struct Dither {
     bool l2;            // the scale is the L2 norm; else the largest magnitude
 };
 
+struct MinMax {
+    int bits;           // 1 to 8
+    std::size_t block;  // 0: the whole partition
+    bool bagua;         // steps from 0 on; else from the least value on
+    bool stochastic;    // encoders only
+};
+
 enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
 
 struct TopK {
@@ -50,6 +57,9 @@ void decode_block_quant(const DecodeJob& job, const BlockQuant& settings, Scratc
 
 bool encode_dither(const EncodeJob& job, const Dither& settings, Scratch& scratch);
 void decode_dither(const DecodeJob& job, const Dither& settings, Scratch& scratch);
+
+bool encode_min_max(const EncodeJob& job, const MinMax& settings, Scratch& scratch);
+void decode_min_max(const DecodeJob& job, const MinMax& settings, Scratch& scratch);
 
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);

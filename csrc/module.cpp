@@ -142,6 +142,20 @@ NB_MODULE(_native, m) {
         decode_all(jobs, threads,
                    [=](const DecodeJob& job, Scratch& scratch) { decode_dither(job, settings, scratch); });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("threads"));
+    m.def("encode_min_max",
+          [](const nb::bytes& jobs, int bits, std::size_t block, bool bagua, bool stochastic, int threads) {
+              const MinMax settings{bits, block, bagua, stochastic};
+              return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+                  return encode_min_max(job, settings, scratch);
+              });
+          },
+          nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("stochastic"),
+          nb::arg("threads"));
+    m.def("decode_min_max", [](const nb::bytes& jobs, int bits, std::size_t block, bool bagua, int threads) {
+        const MinMax settings{bits, block, bagua, false};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_min_max(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });

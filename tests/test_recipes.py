@@ -13,6 +13,7 @@ from thinwire import (
     Gather,
     Identity,
     LinearDithering,
+    MinMax,
     NaturalDithering,
     OneBit,
     RandomK,
@@ -55,6 +56,12 @@ KNOWN: dict[str, Aggregator] = {
     "natural:8:l2:block=64": both(NaturalDithering(bits=8, norm="l2", block=64)),
     "qsgd:4": both(LinearDithering(bits=4, norm="l2", block=512)),
     "qsgd:2:block=128": both(LinearDithering(bits=2, norm="l2", block=128)),
+    "minmax:8": both(MinMax(bits=8), EF),
+    "minmax:8:block=512": both(MinMax(bits=8, block=512)),
+    "minmax:8:bagua:block=512": both(MinMax(bits=8, rule="bagua", block=512)),
+    "minmax:4:bagua": both(MinMax(bits=4, rule="bagua"), EF),
+    "minmax:4:stochastic:block=64": both(MinMax(bits=4, rounding="stochastic", block=64)),
+    "minmax:1": both(MinMax(bits=1), EF),
     "onebit": both(OneBit(), EF),
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
@@ -87,6 +94,7 @@ def test_defaults_may_be_written_out() -> None:
     assert parse_recipe("int8:nearest:block=512") == parse_recipe("int8")
     assert parse_recipe("linear:4:l2:block=512") == parse_recipe("qsgd:4")
     assert parse_recipe("natural:3:max") == parse_recipe("natural:3")
+    assert parse_recipe("minmax:8:affine:nearest") == parse_recipe("minmax:8")
     assert parse_recipe("onebit:l1") == parse_recipe("onebit")
     assert parse_recipe("topk:1e-2:fp16") == parse_recipe("topk:0.01")
 
@@ -123,6 +131,12 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("natural:3:l1", "'max', 'l2' or 'block=N'", "'l1'"),
         ("qsgd:4:l2", "'block=N'", "'l2'"),
         ("linear:4:l2:max", "each setting once", "'4:l2:max'"),
+        ("minmax", "bits, as in 'minmax:8'", ""),
+        ("minmax:9", "bits from 1 to 8", "9"),
+        ("minmax:1:bagua", "bits from 2 to 8", "1"),
+        ("minmax:8:bagua:stochastic", "the affine rule", "bagua"),
+        ("minmax:8:affine:bagua", "each setting once", "'8:affine:bagua'"),
+        ("minmax:8:block=33", "even block from 32", "33"),
         ("topk", "a density, as in 'topk:0.01'", ""),
         ("topk:", "a number", "''"),
         ("topk:many", "a number", "'many'"),

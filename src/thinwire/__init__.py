@@ -11,6 +11,7 @@ from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compressor as Compressor
 from thinwire.compressors import Identity as Identity
 from thinwire.compressors import LinearDithering as LinearDithering
+from thinwire.compressors import MinMax as MinMax
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK

@@ -4,7 +4,7 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+                | minmax | onebit | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -24,6 +24,7 @@ from thinwire.compressors import (
     Compressor,
     Identity,
     LinearDithering,
+    MinMax,
     NaturalDithering,
     OneBit,
     RandomK,
@@ -81,6 +82,7 @@ _VALUES: dict[str, Word] = {
 }
 _ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
 _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
+_RULES: dict[str, Word] = {"affine": ("rule", "affine"), "bagua": ("rule", "bagua")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
@@ -96,6 +98,7 @@ _KINDS: dict[str, _Kind] = {
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
+    "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
     "onebit": _Kind(OneBit, _SCALES),
     "topk": _Kind(
         TopK,

@@ -6,8 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, RandomK, TopK
+from thinwire import (
+    BlockQuant,
+    BlockSpec,
+    Cast,
+    Identity,
+    LinearDithering,
+    MinMax,
+    NaturalDithering,
+    OneBit,
+    RandomK,
+    TopK,
+)
 from thinwire.errors import WireError
+from thinwire.kernels.codes import unpack
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
 
@@ -349,6 +361,80 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         torch.testing.assert_close(decoded, torch.full((64,), top), rtol=1e-6, atol=0)
 
 
+# --- min-max --------------------------------------------------------------------------------------------------------
+
+
+def test_min_max_sends_both_ends_of_every_block_then_codes() -> None:
+    x = torch.zeros(35)
+    x[:32] = torch.linspace(-1, 30, 32)
+    x[32:] = torch.tensor([5.0, 20.0, 6.0])
+    expected = floats(-1, 30, 5, 20) + bytes([round(255 * i / 31) for i in range(32)]) + bytes([0, 255, 17])
+    assert raw(MinMax(bits=8, block=32).encode(x)) == expected + b"\0"
+    x = torch.tensor([5.0, 12.0, 6.0, 10.0, 9.0])  # codes 0, 7, 1, 5, 4 of 3 bits
+    twos, ones = [0, 3, 1, 1, 0], 0b11010
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4, twos[1] | twos[3] << 2, ones]
+    assert raw(MinMax(bits=3).encode(x)) == floats(5, 12) + bytes(packed) + b"\0"
+    assert raw(MinMax(bits=1).encode(torch.tensor([1.0, -1.0, 0.5]))) == floats(-1, 1) + bytes([0b101, 0, 0, 0])
+
+
+PAPER = torch.tensor([-1.0, -0.2, 0.1, 0.45, 2.0])  # the papers' rules worked out for these
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "values"),
+    [
+        (2, [0, 1, 1, 1, 3], [-1, 0, 0, 0, 2]),
+        (4, [0, 4, 6, 7, 15], [-1, -0.2, 0.2, 0.4, 2]),
+        (8, [0, 68, 94, 123, 255], [-1, -0.2, 0.105882, 0.447059, 2]),
+    ],
+)
+def test_the_affine_rule(bits: int, codes: list[int], values: list[float]) -> None:
+    data = MinMax(bits=bits).encode(PAPER)  # type: ignore[arg-type]
+    assert raw(data[:8]) == floats(-1, 2)
+    assert unpack(data[8:], 5, bits, 5).tolist() == codes
+    decoded = MinMax(bits=bits).decode(data, BlockSpec(shape=(5,)))  # type: ignore[arg-type]
+    assert decoded.tolist() == pytest.approx(values, abs=1e-6)
+
+
+def test_the_rule_of_bagua() -> None:
+    bagua = MinMax(bits=8, rule="bagua")
+    data = bagua.encode(PAPER)
+    assert raw(data) == floats(-1, 2) + bytes([0, 68, 93, 123, 255]) + b"\0\0\0"
+    decoded = bagua.decode(data, BlockSpec(shape=(5,))).tolist()
+    assert decoded == pytest.approx([-1, -0.2, 0.094118, 0.447059, 2], abs=1e-6)
+
+
+def test_bagua_sends_what_is_small_beside_its_epsilon_as_zeros() -> None:
+    bagua = MinMax(bits=8, rule="bagua")
+    x = torch.tensor([1e-10, -1e-10, 1e-9])  # a step is 1e-7 / 255
+    assert bagua.decode(bagua.encode(x), BlockSpec(shape=(3,))).tolist() == pytest.approx([0, 0, 3e-7 / 255], rel=0.02)
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.1, -1e-9, 1e-44, 3e38, -torch.finfo(torch.float32).max])
+def test_constant_blocks_come_back_exactly(rule: str, value: float) -> None:
+    for n in (1, 2, 600):
+        compressor, x = MinMax(bits=8, rule=rule), torch.full((n,), value)  # type: ignore[arg-type]
+        assert torch.equal(compressor.decode(compressor.encode(x), BlockSpec(shape=(n,))), x)
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ranges_may_exceed_float32(rule: str, bits: int) -> None:
+    top = torch.finfo(torch.float32).max
+    compressor, x = MinMax(bits=bits, rule=rule), torch.tensor([top, -top, 0.3 * top, 1.0])  # type: ignore[arg-type]
+    error = compressor.decode(compressor.encode(x), BlockSpec(shape=(4,))).double() - x.double()
+    assert error.abs().max() <= top / compressor.levels * 1.001
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
+    x = 1000 + torch.arange(1000) * 2.0**-13
+    compressor = MinMax(bits=8, rule=rule)  # type: ignore[arg-type]
+    error = compressor.decode(compressor.encode(x), BlockSpec(shape=(1000,))) - x
+    assert error.abs().max() <= 0.5 * float(x.max() - x.min()) / 255 + 2.0**-14
+
+
 @pytest.mark.parametrize(
     ("compressor", "numel", "nbytes"),
     [
@@ -362,6 +448,9 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (LinearDithering(bits=5), 65536, 4 + 5 * 8192),
         (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
         (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),
+        (MinMax(bits=8), 65536, 8 + 65536),
+        (MinMax(bits=1, block=512), 65536, 128 * 8 + 8192),
+        (MinMax(bits=4, rule="bagua", block=512), 513, 2 * 8 + 256 + 1 + 3),
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),

@@ -19,12 +19,13 @@ from thinwire import (
     Compressor,
     Identity,
     LinearDithering,
+    MinMax,
     NaturalDithering,
     OneBit,
     RandomK,
     TopK,
 )
-from thinwire.compressors import Contractive, Unbiased
+from thinwire.compressors import Additive, Contractive, Unbiased
 from thinwire.errors import RecipeError, WireError
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.kernels.reference_random_k import random_units
@@ -54,6 +55,18 @@ TABLE: list[Compressor] = [
     NaturalDithering(bits=5, norm="l2"),
     NaturalDithering(bits=8, block=64),
     NaturalDithering(bits=3, norm="l2", block=512),
+    MinMax(bits=8),
+    MinMax(bits=8, block=512),
+    MinMax(bits=4),
+    MinMax(bits=4, block=34),
+    *(MinMax(bits=bits, block=512) for bits in (1, 2, 3)),
+    MinMax(bits=8, rounding="stochastic"),
+    MinMax(bits=4, block=512, rounding="stochastic"),
+    MinMax(bits=1, block=64, rounding="stochastic"),
+    MinMax(bits=8, rule="bagua"),
+    MinMax(bits=8, rule="bagua", block=512),
+    MinMax(bits=4, rule="bagua", block=64),
+    MinMax(bits=2, rule="bagua", block=512),
     OneBit(),
     OneBit(scale="rms"),
     TopK(density=0.01),
@@ -230,6 +243,7 @@ def test_any_float32_is_sent_or_refused(compressor: Compressor, data: st.DataObj
     if len(values) and getattr(compressor, "norm", "max") == "max":
         natural = getattr(compressor, "value_dtype", None) == "natural"  # up to the next power of two
         slack = 2.0 if isinstance(compressor, OneBit) or compressor.stochastic or natural else 1.0
+        slack = 2.0 if getattr(compressor, "rule", "") == "bagua" else slack  # up to the next level
         slack = len(values) if getattr(compressor, "scaled", False) else slack
         peak = q.abs().max()
         assert decoded.abs().max() <= peak * slack * (1 + 2.0**-7) + 1e-44, "nothing is blown up"
@@ -292,7 +306,7 @@ def test_contractive(compressor: Compressor, n: int) -> None:
     contract = compressor.contract(BlockSpec(shape=(n,)))
     if not isinstance(contract, Contractive):
         no_bound = compressor == OneBit(scale="rms") or getattr(compressor, "selection", "") == "sampled"
-        assert compressor.stochastic or no_bound
+        assert compressor.stochastic or no_bound or isinstance(contract, Additive)
         return
     num_draws = 200 if compressor.shared_key else 1
     assert 0 < contract.delta <= 1
@@ -319,8 +333,9 @@ def test_contractive(compressor: Compressor, n: int) -> None:
         (BlockQuant(bits=8), torch.tensor([127.0] + [0.5] * 511)),
         (BlockQuant(bits=4), torch.tensor([7.0] + [0.5] * 511)),
         (BlockQuant(bits=2), torch.tensor([1.0] + [0.5] * 511)),
+        (MinMax(bits=8), torch.tensor([255.0, -255.0] + [0.0] * 510)),
     ],
-    ids=["topk", "natural", "onebit", "int8", "int4", "int2"],
+    ids=["topk", "natural", "onebit", "int8", "int4", "int2", "minmax"],
 )
 def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Tensor) -> None:
     contract = compressor.contract(spec_of(block))
@@ -329,20 +344,56 @@ def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Te
     assert float(error) == pytest.approx(1 - contract.delta, rel=1e-5)
 
 
+def ranges_of(x: Tensor, block: int | None) -> Tensor:
+    """Return, per value, the range of the block that holds it."""
+    pieces = x.double().split(block or max(x.numel(), 1))
+    return torch.cat([(piece.max() - piece.min()).expand(piece.numel()) for piece in pieces])
+
+
+@all_compressors
+@pytest.mark.parametrize("n", [1, 2, 33, 64, 513, 2000])
+@pytest.mark.parametrize("offset", [0.0, -3.0, 1e4])
+def test_additive(compressor: Compressor, n: int, offset: float) -> None:
+    contract = compressor.contract(BlockSpec(shape=(n,)))
+    if not isinstance(contract, Additive):
+        return
+    assert 0 < contract.error <= 0.5
+    blocks = hard_blocks(n, 0.0, math.inf)
+    blocks["halves of a step"] = torch.arange(n) % (4 / contract.error) / 2
+    for what, block in blocks.items():
+        x = (block + offset).clamp(-3.4e38, 3.4e38)
+        error = (round_trip(compressor, x).double() - x.double()).abs()
+        rounding = 2.0**-22 * x.abs().max() + 2.0**-149
+        assert (error <= contract.error * ranges_of(x, contract.block) + rounding).all(), what
+
+
+def test_additive_is_no_better_than_claimed() -> None:
+    x = torch.tensor([15.0, -15.0] + [0.0] * 510)
+    for bits, error in ((1, 15.0), (2, 5.0), (4, 1.0)):
+        compressor = MinMax(bits=bits)  # type: ignore[arg-type]
+        contract = compressor.contract(spec_of(x))
+        assert isinstance(contract, Additive)
+        assert contract.error * 30 == pytest.approx(error)
+        assert (round_trip(compressor, x) - x)[2:].abs().tolist() == pytest.approx([error] * 510)
+
+
 # --- unbiased kinds -------------------------------------------------------------------------------------------------
 
 
-def scale_and_levels(compressor: Compressor, x: Tensor) -> tuple[float, Tensor]:
-    """Return what a stochastic kind rounds to: 0 and these levels, ascending, relative to the block's scale."""
+def levels_of(compressor: Compressor, x: Tensor) -> Tensor:
+    """Return what a stochastic kind rounds the block x to, ascending."""
+    x = x.double()
     match compressor:
-        case BlockQuant():
-            return float(x.abs().max()), torch.arange(compressor.levels + 1).double() / compressor.levels
-        case LinearDithering() | NaturalDithering():
-            even = torch.arange(compressor.levels + 1).double() / compressor.levels
-            halved = torch.cat([torch.zeros(1), 2.0 ** torch.arange(1 - compressor.levels, 1)]).double()
-            scale = float(x.abs().max() if compressor.norm == "max" else x.double().norm())
-            return scale, even if isinstance(compressor, LinearDithering) else halved
-    raise AssertionError(f"say what levels {compressor} has")
+        case MinMax():
+            return x.min() + (x.max() - x.min()) * torch.arange(compressor.levels + 1) / compressor.levels
+        case BlockQuant() | LinearDithering():
+            side = torch.arange(1, compressor.levels + 1).double() / compressor.levels
+        case NaturalDithering():
+            side = 2.0 ** torch.arange(1 - compressor.levels, 1).double()
+        case _:
+            raise AssertionError(f"say what levels {compressor} has")
+    scale = x.norm() if getattr(compressor, "norm", "max") == "l2" else x.abs().max()
+    return torch.cat([-side.flip(0), torch.zeros(1), side]) * scale
 
 
 def draws_of(compressor: Compressor, x: Tensor, num: int) -> Tensor:
@@ -366,30 +417,31 @@ def test_unbiased(compressor: Compressor) -> None:
     """The mean of 10,000 draws is x within 4 standard errors, one value 5, and the variance is that of the levels."""
     num_draws, n = 10_000, length_of(compressor)
     x = (torch.rand(n, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.25
-    x[31] = 0.25
+    x[30], x[31] = -0.25, 0.25
     # On levels, just beside them, halfway, and at the ends.
-    scale, levels = scale_and_levels(compressor, x)
+    levels = levels_of(compressor, x)
+    levels = levels[levels >= 0]
     some = torch.cat([levels[:3], levels[-3:]])
     special = torch.cat([some, some * (1 + 1e-3), some * (1 - 1e-3), (levels[:-1] + levels[1:])[-3:] / 2])
     special = torch.cat([special, -special])[:30]
-    x[: special.numel()] = (special * scale).clamp(-0.25, 0.25)
+    x[: special.numel()] = special.clamp(-0.25, 0.25)
     if getattr(compressor, "norm", "max") == "l2":
         x *= 0.25 / x.norm()
     draws = draws_of(compressor, x, num_draws)
 
     exact = x.double()
-    scale, levels = scale_and_levels(compressor, x)
-    above = torch.searchsorted(levels * scale, exact.abs() * (1 - 2.0**-22)).clamp(1, len(levels) - 1)
-    low, high = levels[above - 1] * scale, levels[above] * scale
-    sigma = ((exact.abs() - low).clamp(min=0) * (high - exact.abs()).clamp(min=0)).sqrt()
+    levels = levels_of(compressor, x)
+    above = torch.searchsorted(levels, exact - exact.abs() * 2.0**-22).clamp(1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    sigma = ((exact - low).clamp(min=0) * (high - exact).clamp(min=0)).sqrt()
     resolution = (high - low) * 2.0**-16 + exact.abs() * 2.0**-21  # uniforms have 16 bits; the scale has 24
     bias = (draws.mean(dim=0) - exact).abs()
     standard_error = sigma / math.sqrt(num_draws)
     assert (bias > 4 * standard_error + resolution).sum() <= 1, "one of some hundred values may stray by chance"
     assert (bias <= 5 * standard_error + resolution).all()
 
-    near = (draws.abs() - low).abs().minimum((draws.abs() - high).abs())
-    assert (near <= scale * 2.0**-20).all(), "rounds to one of the two neighbouring levels"
+    near = (draws - low).abs().minimum((draws - high).abs())
+    assert (near <= levels[-1] * 2.0**-20).all(), "rounds to one of the two neighbouring levels"
     contract = compressor.contract(spec_of(x))
     assert isinstance(contract, Unbiased)
     variance = (draws - exact).square().sum(dim=1).mean()
@@ -404,11 +456,13 @@ def test_the_worst_block_reaches_the_claimed_variance(compressor: Compressor) ->
     contract = compressor.contract(BlockSpec(shape=(n,)))
     assert isinstance(contract, Unbiased)
     x = torch.ones(n)
-    levels = scale_and_levels(compressor, x)[1]
-    if getattr(compressor, "norm", "max") == "max":
+    levels = levels_of(compressor, x)
+    if isinstance(compressor, MinMax):
+        x[1], x[2:] = -1, 0
+    elif getattr(compressor, "norm", "max") == "max":
         # Of natural levels those above the lowest are the worst where omega is 1/8: a third of the way up.
-        x[1:] = 2 / 3 if contract.omega == 1 / 8 else levels[1] / (2 * (1 + contract.omega))
-    elif math.sqrt(n) * levels[1] < 9 / 4:
+        x[1:] = 2 / 3 if contract.omega == 1 / 8 else levels[levels > 0][0] / (2 * (1 + contract.omega))
+    elif levels[levels > 0][0] < 9 / 4:
         pytest.skip("omega is a bound here, not the least: the norm leaves no room for every value at its worst")
     draws = draws_of(compressor, x, 2000)
     variance = float((draws - x).square().sum(dim=1).mean() / x.double().square().sum())
@@ -428,7 +482,7 @@ def test_stochastic_rounding_does_not_depend_on_cuts(compressor: Compressor, cut
     step = cuts * (block or 64)
     x = normal(11 * (block or 64) + 17)
     if block is None:
-        x[:: step // cuts] = 5.0  # one scale for all pieces
+        x[:: step // cuts], x[1 :: step // cuts] = 5.0, -5.0  # one scale for all pieces
     whole = round_trip(compressor, x, dataclasses.replace(KEY, offset=1000))
     pieces = [
         round_trip(compressor, piece, dataclasses.replace(KEY, offset=1000 + i * step))
@@ -624,6 +678,8 @@ def test_huge_values_are_ordinary_where_the_wire_has_room(compressor: Compressor
         with pytest.raises(ValueError, match="overflow"):
             compressor.encode(x, KEY)
         return
+    if isinstance(compressor, MinMax) and compressor.stochastic and compressor.bits == 1:
+        x = x.abs()  # steps of twice the largest value leave residuals that float32 cannot hold
     residual = torch.zeros(x.numel())
     decoded = compressor.decode(compressor.encode(x, KEY, residual=residual), spec_of(x), KEY)
     assert decoded.isfinite().all()
@@ -759,6 +815,12 @@ def test_table_has_every_kind_once() -> None:
         (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(block=31), "32 to 65536, or None", "31"),
+        (lambda: MinMax(bits=9), "1 to 8", "9"),  # type: ignore[arg-type]
+        (lambda: MinMax(bits=1, rule="bagua"), "MinMax.*2 to 8", "1"),
+        (lambda: MinMax(rule="max"), "'affine' or 'bagua'", "'max'"),  # type: ignore[arg-type]
+        (lambda: MinMax(rule="bagua", rounding="stochastic"), "affine rule", "bagua"),
+        (lambda: MinMax(block=33), "32 to 65536, or None", "33"),
+        (lambda: MinMax(rounding="up"), "MinMax.*'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
         (lambda: OneBit(scale="l2"), "'l1' or 'rms'", "'l2'"),  # type: ignore[arg-type]
         (lambda: TopK(density=0.0), r"\(0, 1\]", "0.0"),
         (lambda: TopK(density=1.01), r"\(0, 1\]", "1.01"),

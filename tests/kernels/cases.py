@@ -82,6 +82,17 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
     return Kind(label, "dither", nbytes, {**settings, "l2": l2}, settings, on_cuda=False)
 
 
+def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition."""
+
+    def nbytes(n: int) -> int:
+        return 8 * -(-n // (block or max(n, 1))) + codes_nbytes(n, bits, block or max(n, 1))
+
+    label = f"min_max{bits}-{block or 'partition'}-{'bagua' if bagua else 'affine'}{'-stochastic' * stochastic}"
+    settings = {"bits": bits, "block": block, "bagua": bagua}
+    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings, on_cuda=False)
+
+
 def _top_k(
     dtype: torch.dtype, label: str, num_kept: Callable[[int], int], selection: str = "exact", chunked: bool = False
 ) -> Kind:
@@ -147,6 +158,9 @@ KINDS = [
         for natural in (False, True)
         for l2 in (False, True)
     ),
+    *(min_max(bits, block) for bits, block in ((1, 0), (1, 33), (2, 512), (4, 0), (5, 2000), (8, 512), (8, 1))),
+    *(min_max(bits, block, stochastic=True) for bits, block in ((1, 512), (3, 0), (4, 33), (8, 2000))),
+    *(min_max(bits, block, bagua=True) for bits, block in ((2, 33), (4, 0), (7, 2000), (8, 512), (8, 0))),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
@@ -195,6 +209,8 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "ties": _ties,
     "half_codes": lambda n: torch.cat([torch.full((1,), 127.0), torch.randint(-253, 254, (max(n, 1),)) / 2])[:n],
     "constant": lambda n: torch.full((n,), -0.7),
+    "offset": lambda n: 1000 + torch.randn(n) * 1e-3,  # a narrow range far from 0
+    "positive": lambda n: torch.rand(n) + 0.5,
 }
 
 

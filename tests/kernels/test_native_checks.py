@@ -91,6 +91,12 @@ def test_settings_out_of_range(native: ModuleType) -> None:
         native.encode_dither([EncodeJob(x, out, key=KEY)], bits=1, block=0, natural=False, l2=False)
     with pytest.raises(ValueError, match="block of at least 0"):
         native.decode_dither([DecodeJob(out, x)], bits=8, block=-1, natural=True)
+    with pytest.raises(ValueError, match="min-max: expected 1 to 8 bits"):
+        native.encode_min_max([EncodeJob(x, out)], bits=0, block=0, bagua=False, stochastic=False)
+    with pytest.raises(ValueError, match="rounds to nearest"):
+        native.encode_min_max([EncodeJob(x, out)], bits=8, block=0, bagua=True, stochastic=True)
+    with pytest.raises(ValueError, match="block of at least 0"):
+        native.decode_min_max([DecodeJob(out, x)], bits=8, block=-1, bagua=True)
     with pytest.raises(ValueError, match="dtype: expected one of"):
         native.encode_cast([EncodeJob(x, out)], dtype=torch.float64)
     with pytest.raises(ValueError, match="dtype: expected one of"):

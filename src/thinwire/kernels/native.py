@@ -14,6 +14,8 @@ from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_min_max import decode_min_max as decode_min_max
+from thinwire.kernels.native_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.native_top_k import decode_top_k as decode_top_k

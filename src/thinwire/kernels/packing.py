@@ -91,6 +91,14 @@ def check_dither(bits: int, block: int) -> None:
         raise ValueError(f"dithering: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
 
 
+def check_min_max(bits: int, block: int, bagua: bool, stochastic: bool) -> None:
+    """Raise unless there is such a quantisation."""
+    if not 1 <= bits <= 8 or block < 0:
+        raise ValueError(f"min-max: expected 1 to 8 bits and a block of at least 0, got {bits} and {block}")
+    if bagua and stochastic:
+        raise ValueError("min-max: BAGUA's rule rounds to nearest, got stochastic=True")
+
+
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
     """Raise where there is no key to draw random numbers with."""
     # A batch always has keys.
@@ -157,6 +165,12 @@ def block_quant_nbytes(bits: int, block: int) -> PayloadNbytes:
 def dither_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_dither`."""
     return lambda n, _: 4 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
+
+
+@functools.cache
+def min_max_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_min_max`."""
+    return lambda n, _: 8 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

@@ -17,6 +17,8 @@ from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
+from thinwire.kernels.reference_min_max import decode_min_max as decode_min_max
+from thinwire.kernels.reference_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
