@@ -51,6 +51,12 @@ def cases() -> list[Case]:
             label = f"int{bits}{'-stochastic' if stochastic else ''}"
             nbytes = 4 * (N // 512) + N * bits // 8
             found.append(Case(label, "block_quant", nbytes, {**settings, "stochastic": stochastic}, settings))
+    for rotation in (32, 128):
+        settings = {"bits": 4, "block": 512, "rotation": rotation}
+        nbytes = 4 * (N // 512) + N // 2
+        found.append(
+            Case(f"int4-rotation{rotation}", "block_quant", nbytes, {**settings, "stochastic": False}, settings)
+        )
     for natural, bits in ((False, 5), (False, 8), (True, 3), (True, 8)):
         for l2 in (False, True):
             settings = {"bits": bits, "block": 0, "natural": natural}

@@ -15,7 +15,8 @@ enum class Number : int { float32 = 0, float16 = 1, bfloat16 = 2, natural = 3 };
 struct BlockQuant {
     int bits;  // 2 to 8
     std::size_t block;
-    bool stochastic;
+    bool stochastic;       // encoders only
+    std::size_t rotation;  // 0: none; 32 or 128 values, a divisor of `block`
 };
 
 struct Dither {

@@ -88,7 +88,7 @@ _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", 
 
 
 def _int(bits: Literal[2, 3, 4, 5, 6, 7, 8]) -> _Kind:
-    return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int})
+    return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int, "rotation": int})
 
 
 _KINDS: dict[str, _Kind] = {

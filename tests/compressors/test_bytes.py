@@ -310,6 +310,19 @@ def test_stochastic_rounding_is_floor_of_value_plus_uniform() -> None:
     assert not torch.equal(expected, x.round())
 
 
+def test_rotation_spreads_each_value_over_its_group() -> None:
+    x = torch.zeros(2 * 32 + 3)
+    x[0], x[32 + 5] = 32 * 127.0, 32 * 64.0
+    x[64:] = torch.tensor([100.0, -50.0, 0.0])  # the rest of the last group: only divided by sqrt(32)
+    row = [64 * (-1) ** (i & 5).bit_count() for i in range(32)]  # of the Hadamard matrix
+    quant = BlockQuant(bits=8, rotation=32)
+    data = quant.encode(x)
+    assert raw(data) == floats(1.0) + struct.pack("67b", *[127] * 32, *row, 18, -9, 0) + b"\0"
+    decoded = quant.decode(data, BlockSpec(shape=(67,)))
+    assert torch.equal(decoded[:64], x[:64])
+    assert decoded[64:].tolist() == pytest.approx([18 * 32**0.5, -9 * 32**0.5, 0], rel=1e-6)
+
+
 @pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
 @pytest.mark.parametrize("peak", [0.1, 1.0, 3.0, 1e-38, 1e-44, 3e38, torch.finfo(torch.float32).max])
 def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
@@ -442,6 +455,7 @@ def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
         (Cast(), 1001, 2004),
         (BlockQuant(bits=8), 65536, 128 * 4 + 65536),
         (BlockQuant(bits=4), 65536, 128 * 4 + 32768),
+        (BlockQuant(bits=4, rotation=128), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
         (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),

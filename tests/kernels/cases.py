@@ -59,16 +59,16 @@ def codes_nbytes(n: int, bits: int, block: int) -> int:
     return n // block * packed(block) + packed(n % block)
 
 
-def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
+def block_quant(bits: int, block: int, stochastic: bool, rotation: int = 0) -> Kind:
     """Return the kind for any block size."""
 
     def nbytes(n: int) -> int:
         return 4 * -(-n // block) + codes_nbytes(n, bits, block)
 
-    decode_settings = {"bits": bits, "block": block}
-    label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
+    decode_settings = {"bits": bits, "block": block, **({"rotation": rotation} if rotation else {})}
+    label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}{f'-rotation{rotation}' * bool(rotation)}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
+    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8) and not rotation)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -151,6 +151,16 @@ KINDS = [
         block_quant(bits, block, stochastic)
         for bits in (2, 3, 5, 6, 7)
         for block, stochastic in ((33, False), (512, True))
+    ),
+    *(
+        block_quant(bits, block, stochastic, rotation)
+        for bits, block, stochastic, rotation in (
+            (8, 512, False, 32),
+            (4, 96, False, 32),
+            (4, 512, True, 32),
+            (2, 2048, False, 128),
+            (7, 128, True, 128),
+        )
     ),
     *(
         dither(bits, block, natural, l2)

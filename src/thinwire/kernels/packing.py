@@ -79,10 +79,12 @@ def check_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> None:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, allowed))}, got {dtype}")
 
 
-def check_block_quant(bits: int, block: int) -> None:
+def check_block_quant(bits: int, block: int, rotation: int = 0) -> None:
     """Raise unless there is such a quantisation."""
     if not 2 <= bits <= 8 or block < 1:
         raise ValueError(f"block quantisation: expected 2 to 8 bits and a block of at least 1, got {bits} and {block}")
+    if rotation and (rotation not in (32, 128) or block % rotation):
+        raise ValueError(f"rotation: expected 32 or 128 and a block that it divides, got {rotation} and {block}")
 
 
 def check_dither(bits: int, block: int) -> None:

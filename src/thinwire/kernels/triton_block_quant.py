@@ -206,8 +206,10 @@ def _decode(
             deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
 
 
-def _check(bits: int, block: int) -> None:
-    packing.check_block_quant(bits, block)
+def _check(bits: int, block: int, rotation: int) -> None:
+    packing.check_block_quant(bits, block, rotation)
+    if rotation:
+        raise ThinwireError("rotated block quantisation has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
     if bits not in (4, 8):
         raise ThinwireError(f"int{bits} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
 
@@ -224,11 +226,11 @@ def _geometry(table: Table, bits: int, block: int, n_column: int, *address_colum
 
 
 def encode_block_quant(
-    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
+    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, rotation: int = 0, threads: int = 1
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes: int8 (8 bits) or planar nibbles (4 bits)."""
     packing.check_threads(threads)
-    _check(bits, block)
+    _check(bits, block, rotation)
     if stochastic:
         packing.check_keys(jobs)
     if not jobs:
@@ -245,10 +247,12 @@ def encode_block_quant(
     return table.finite()
 
 
-def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
+def decode_block_quant(
+    jobs: Sequence[DecodeJob], *, bits: int, block: int, rotation: int = 0, threads: int = 1
+) -> None:
     """Set value = code * scale of its block."""
     packing.check_threads(threads)
-    _check(bits, block)
+    _check(bits, block, rotation)
     if not jobs:
         return
     device = jobs[0].out.device
