@@ -15,7 +15,8 @@ enum class Number : int { float32 = 0, float16 = 1, bfloat16 = 2, natural = 3 };
 struct BlockQuant {
     int bits;  // 2 to 8
     std::size_t block;
-    bool stochastic;
+    bool stochastic;       // encoders only
+    std::size_t rotation;  // 0: none; 32 or 128 values, a divisor of `block`
 };
 
 struct Dither {
@@ -35,6 +36,13 @@ struct BadByte {
     bool found = false;
     std::size_t place = 0;  // from the first byte of codes
     int got = 0;
+};
+
+struct MinMax {
+    int bits;           // 1 to 8
+    std::size_t block;  // 0: the whole partition
+    bool bagua;         // steps from 0 on; else from the least value on
+    bool stochastic;    // encoders only
 };
 
 enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
@@ -69,6 +77,9 @@ void decode_natural(const DecodeJob& job, int bits, Scratch& scratch);
 bool encode_ternary(const EncodeJob& job, const Ternary& settings, Scratch& scratch);
 BadByte check_ternary(const DecodeJob& job, std::size_t block);
 void decode_ternary(const DecodeJob& job, std::size_t block);
+
+bool encode_min_max(const EncodeJob& job, const MinMax& settings, Scratch& scratch);
+void decode_min_max(const DecodeJob& job, const MinMax& settings, Scratch& scratch);
 
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);

@@ -125,18 +125,19 @@ NB_MODULE(_native, m) {
     m.def("decode_cast", [](const nb::bytes& jobs, int number, int threads) {
         decode_all(jobs, threads, [=](const DecodeJob& job, Scratch&) { decode_cast(job, Number{number}); });
     }, nb::arg("jobs"), nb::arg("number"), nb::arg("threads"));
-    m.def("encode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, bool stochastic, int threads) {
-        const BlockQuant settings{bits, block, stochastic};
+    m.def("encode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, bool stochastic,
+                                      std::size_t rotation, int threads) {
+        const BlockQuant settings{bits, block, stochastic, rotation};
         return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
             return encode_block_quant(job, settings, scratch);
         });
-    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("stochastic"), nb::arg("threads"));
-    m.def("decode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, int threads) {
-        const BlockQuant settings{bits, block, false};
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("stochastic"), nb::arg("rotation"), nb::arg("threads"));
+    m.def("decode_block_quant", [](const nb::bytes& jobs, int bits, std::size_t block, std::size_t rotation, int threads) {
+        const BlockQuant settings{bits, block, false, rotation};
         decode_all(jobs, threads, [=](const DecodeJob& job, Scratch& scratch) {
             decode_block_quant(job, settings, scratch);
         });
-    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("threads"));
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("rotation"), nb::arg("threads"));
     m.def("encode_dither",
           [](const nb::bytes& jobs, int bits, std::size_t block, bool natural, bool l2, int threads) {
               const Dither settings{bits, block, natural, l2};
@@ -164,6 +165,20 @@ NB_MODULE(_native, m) {
         });
     }, nb::arg("jobs"), nb::arg("block"), nb::arg("clip"), nb::arg("threads"));
     m.def("decode_ternary", &decode_ternary_all, nb::arg("jobs"), nb::arg("block"), nb::arg("threads"));
+    m.def("encode_min_max",
+          [](const nb::bytes& jobs, int bits, std::size_t block, bool bagua, bool stochastic, int threads) {
+              const MinMax settings{bits, block, bagua, stochastic};
+              return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+                  return encode_min_max(job, settings, scratch);
+              });
+          },
+          nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("stochastic"),
+          nb::arg("threads"));
+    m.def("decode_min_max", [](const nb::bytes& jobs, int bits, std::size_t block, bool bagua, int threads) {
+        const MinMax settings{bits, block, bagua, false};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_min_max(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });

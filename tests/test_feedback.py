@@ -6,7 +6,7 @@ import math
 import pytest
 
 from thinwire import ErrorFeedback
-from thinwire.compressors import Contractive, NoContract, Unbiased, needs_feedback
+from thinwire.compressors import Additive, Contractive, NoContract, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
 
 
@@ -41,6 +41,7 @@ def test_frozen() -> None:
 def test_which_contracts_need_feedback() -> None:
     assert not needs_feedback(Unbiased(100.0))
     assert needs_feedback(NoContract("why"))
+    assert needs_feedback(Additive(1e-3, None))
     assert needs_feedback(Contractive(0.899))
     assert not needs_feedback(Contractive(0.9))
     assert not needs_feedback(Contractive(1.0))

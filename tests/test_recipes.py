@@ -18,6 +18,7 @@ from thinwire import (
     Identity,
     LinearDithering,
     LowRank,
+    MinMax,
     MomentumCorrection,
     NaturalCompression,
     NaturalDithering,
@@ -51,6 +52,8 @@ KNOWN: dict[str, Aggregator] = {
     "int4": both(BlockQuant(bits=4), EF),
     "int4:block=128": both(BlockQuant(bits=4, block=128), EF),
     "int4:block=32": both(BlockQuant(bits=4, block=32), EF),
+    "int4:rotation=32": both(BlockQuant(bits=4, rotation=32), EF),
+    "int4:block=128:stochastic:rotation=128": both(BlockQuant(bits=4, block=128, rounding="stochastic", rotation=128)),
     "int4:stochastic": both(BlockQuant(bits=4, rounding="stochastic")),
     "int7": both(BlockQuant(bits=7)),
     "int6": both(BlockQuant(bits=6), EF),
@@ -70,6 +73,12 @@ KNOWN: dict[str, Aggregator] = {
     "terngrad:block=512": both(TernGrad(block=512)),
     "terngrad:clip=2.5": both(TernGrad(clip=2.5), EF),
     "terngrad:block=64:clip=1": both(TernGrad(block=64, clip=1.0), EF),
+    "minmax:8": both(MinMax(bits=8), EF),
+    "minmax:8:block=512": both(MinMax(bits=8, block=512)),
+    "minmax:8:bagua:block=512": both(MinMax(bits=8, rule="bagua", block=512)),
+    "minmax:4:bagua": both(MinMax(bits=4, rule="bagua"), EF),
+    "minmax:4:stochastic:block=64": both(MinMax(bits=4, rounding="stochastic", block=64)),
+    "minmax:1": both(MinMax(bits=1), EF),
     "onebit": both(OneBit(), EF),
     "onebit:rms": both(OneBit(scale="rms"), EF),
     "topk:0.01": both(TopK(density=0.01), EF),
@@ -138,6 +147,7 @@ def test_defaults_may_be_written_out() -> None:
     assert parse_recipe("int8:nearest:block=512") == parse_recipe("int8")
     assert parse_recipe("linear:4:l2:block=512") == parse_recipe("qsgd:4")
     assert parse_recipe("natural:3:max") == parse_recipe("natural:3")
+    assert parse_recipe("minmax:8:affine:nearest") == parse_recipe("minmax:8")
     assert parse_recipe("onebit:l1") == parse_recipe("onebit")
     assert parse_recipe("topk:1e-2:fp16") == parse_recipe("topk:0.01")
     assert parse_recipe("topk:0.01@ef:decay=1") == parse_recipe("topk:0.01")
@@ -161,8 +171,10 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("", "one of dense, fp16", "''"),
         ("int9", "one of dense, fp16", "'int9'"),
         ("INT8", "one of dense, fp16", "'INT8'"),
-        ("int8:", "'stochastic', 'nearest' or 'block=N'", "''"),
-        ("int8:fast", "'stochastic', 'nearest' or 'block=N'", "'fast'"),
+        ("int8:", "'stochastic', 'nearest', 'block=N' or 'rotation=N'", "''"),
+        ("int8:fast", "'stochastic', 'nearest', 'block=N' or 'rotation=N'", "'fast'"),
+        ("int8:rotation=64", "a rotation of 32 or 128", "64"),
+        ("int8:rotation=x", "a number", "'x'"),
         ("int8:block=x", "a number", "'x'"),
         ("int8:block=", "a number", "''"),
         ("int8:block=7", "even block from 32", "7"),
@@ -181,6 +193,12 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("terngrad:clip=0.5", "clip of at least 1", "0.5"),
         ("qsgd:4:l2", "'block=N'", "'l2'"),
         ("linear:4:l2:max", "each setting once", "'4:l2:max'"),
+        ("minmax", "bits, as in 'minmax:8'", ""),
+        ("minmax:9", "bits from 1 to 8", "9"),
+        ("minmax:1:bagua", "bits from 2 to 8", "1"),
+        ("minmax:8:bagua:stochastic", "the affine rule", "bagua"),
+        ("minmax:8:affine:bagua", "each setting once", "'8:affine:bagua'"),
+        ("minmax:8:block=33", "even block from 32", "33"),
         ("topk", "a density, as in 'topk:0.01'", ""),
         ("topk:", "a number", "''"),
         ("topk:many", "a number", "'many'"),

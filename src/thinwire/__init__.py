@@ -14,6 +14,7 @@ from thinwire.compressors import GlobalLinear as GlobalLinear
 from thinwire.compressors import Identity as Identity
 from thinwire.compressors import LinearDithering as LinearDithering
 from thinwire.compressors import LowRank as LowRank
+from thinwire.compressors import MinMax as MinMax
 from thinwire.compressors import NaturalCompression as NaturalCompression
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit

@@ -29,6 +29,7 @@ from thinwire.compressors import (
     Identity,
     LinearDithering,
     LowRank,
+    MinMax,
     NaturalCompression,
     NaturalDithering,
     OneBit,
@@ -94,12 +95,13 @@ _VALUES: dict[str, Word] = {
 _ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
 _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
 _GLOBAL: dict[str, Word] = {**_NORMS, "across-max": ("across", "max"), "across-l2": ("across", "l2")}
+_RULES: dict[str, Word] = {"affine": ("rule", "affine"), "bagua": ("rule", "bagua")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
 
 def _int(bits: Literal[2, 3, 4, 5, 6, 7, 8]) -> _Kind[Compressor]:
-    return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int})
+    return _Kind(partial(BlockQuant, bits=bits), _ROUNDING, {"block": int, "rotation": int})
 
 
 _KINDS: dict[str, _Kind[Compressor]] = {
@@ -111,6 +113,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
     "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
     "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
+    "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
     "onebit": _Kind(OneBit, _SCALES),
     "topk": _Kind(
         TopK,

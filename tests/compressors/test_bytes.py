@@ -15,6 +15,7 @@ from thinwire import (
     Identity,
     LinearDithering,
     LowRank,
+    MinMax,
     NaturalCompression,
     NaturalDithering,
     OneBit,
@@ -24,6 +25,7 @@ from thinwire import (
     TopKC,
 )
 from thinwire.errors import WireError
+from thinwire.kernels.codes import unpack
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
 
@@ -344,6 +346,19 @@ def test_stochastic_rounding_is_floor_of_value_plus_uniform() -> None:
     assert not torch.equal(expected, x.round())
 
 
+def test_rotation_spreads_each_value_over_its_group() -> None:
+    x = torch.zeros(2 * 32 + 3)
+    x[0], x[32 + 5] = 32 * 127.0, 32 * 64.0
+    x[64:] = torch.tensor([100.0, -50.0, 0.0])  # the rest of the last group: only divided by sqrt(32)
+    row = [64 * (-1) ** (i & 5).bit_count() for i in range(32)]  # of the Hadamard matrix
+    quant = BlockQuant(bits=8, rotation=32)
+    data = quant.encode(x)
+    assert raw(data) == floats(1.0) + struct.pack("67b", *[127] * 32, *row, 18, -9, 0) + b"\0"
+    decoded = quant.decode(data, BlockSpec(shape=(67,)))
+    assert torch.equal(decoded[:64], x[:64])
+    assert decoded[64:].tolist() == pytest.approx([18 * 32**0.5, -9 * 32**0.5, 0], rel=1e-6)
+
+
 @pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
 @pytest.mark.parametrize("peak", [0.1, 1.0, 3.0, 1e-38, 1e-44, 3e38, torch.finfo(torch.float32).max])
 def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
@@ -558,6 +573,80 @@ def test_global_reductions_are_by_the_uniform() -> None:
     assert torch.equal(summed, torch.where(u < 0.25, 16.0, 8.0))
 
 
+# --- min-max --------------------------------------------------------------------------------------------------------
+
+
+def test_min_max_sends_both_ends_of_every_block_then_codes() -> None:
+    x = torch.zeros(35)
+    x[:32] = torch.linspace(-1, 30, 32)
+    x[32:] = torch.tensor([5.0, 20.0, 6.0])
+    expected = floats(-1, 30, 5, 20) + bytes([round(255 * i / 31) for i in range(32)]) + bytes([0, 255, 17])
+    assert raw(MinMax(bits=8, block=32).encode(x)) == expected + b"\0"
+    x = torch.tensor([5.0, 12.0, 6.0, 10.0, 9.0])  # codes 0, 7, 1, 5, 4 of 3 bits
+    twos, ones = [0, 3, 1, 1, 0], 0b11010
+    packed = [twos[0] | twos[2] << 2 | twos[4] << 4, twos[1] | twos[3] << 2, ones]
+    assert raw(MinMax(bits=3).encode(x)) == floats(5, 12) + bytes(packed) + b"\0"
+    assert raw(MinMax(bits=1).encode(torch.tensor([1.0, -1.0, 0.5]))) == floats(-1, 1) + bytes([0b101, 0, 0, 0])
+
+
+PAPER = torch.tensor([-1.0, -0.2, 0.1, 0.45, 2.0])  # the papers' rules worked out for these
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "values"),
+    [
+        (2, [0, 1, 1, 1, 3], [-1, 0, 0, 0, 2]),
+        (4, [0, 4, 6, 7, 15], [-1, -0.2, 0.2, 0.4, 2]),
+        (8, [0, 68, 94, 123, 255], [-1, -0.2, 0.105882, 0.447059, 2]),
+    ],
+)
+def test_the_affine_rule(bits: int, codes: list[int], values: list[float]) -> None:
+    data = MinMax(bits=bits).encode(PAPER)  # type: ignore[arg-type]
+    assert raw(data[:8]) == floats(-1, 2)
+    assert unpack(data[8:], 5, bits, 5).tolist() == codes
+    decoded = MinMax(bits=bits).decode(data, BlockSpec(shape=(5,)))  # type: ignore[arg-type]
+    assert decoded.tolist() == pytest.approx(values, abs=1e-6)
+
+
+def test_the_rule_of_bagua() -> None:
+    bagua = MinMax(bits=8, rule="bagua")
+    data = bagua.encode(PAPER)
+    assert raw(data) == floats(-1, 2) + bytes([0, 68, 93, 123, 255]) + b"\0\0\0"
+    decoded = bagua.decode(data, BlockSpec(shape=(5,))).tolist()
+    assert decoded == pytest.approx([-1, -0.2, 0.094118, 0.447059, 2], abs=1e-6)
+
+
+def test_bagua_sends_what_is_small_beside_its_epsilon_as_zeros() -> None:
+    bagua = MinMax(bits=8, rule="bagua")
+    x = torch.tensor([1e-10, -1e-10, 1e-9])  # a step is 1e-7 / 255
+    assert bagua.decode(bagua.encode(x), BlockSpec(shape=(3,))).tolist() == pytest.approx([0, 0, 3e-7 / 255], rel=0.02)
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.1, -1e-9, 1e-44, 3e38, -torch.finfo(torch.float32).max])
+def test_constant_blocks_come_back_exactly(rule: str, value: float) -> None:
+    for n in (1, 2, 600):
+        compressor, x = MinMax(bits=8, rule=rule), torch.full((n,), value)  # type: ignore[arg-type]
+        assert torch.equal(compressor.decode(compressor.encode(x), BlockSpec(shape=(n,))), x)
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ranges_may_exceed_float32(rule: str, bits: int) -> None:
+    top = torch.finfo(torch.float32).max
+    compressor, x = MinMax(bits=bits, rule=rule), torch.tensor([top, -top, 0.3 * top, 1.0])  # type: ignore[arg-type]
+    error = compressor.decode(compressor.encode(x), BlockSpec(shape=(4,))).double() - x.double()
+    assert error.abs().max() <= top / compressor.levels * 1.001
+
+
+@pytest.mark.parametrize("rule", ["affine", "bagua"])
+def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
+    x = 1000 + torch.arange(1000) * 2.0**-13
+    compressor = MinMax(bits=8, rule=rule)  # type: ignore[arg-type]
+    error = compressor.decode(compressor.encode(x), BlockSpec(shape=(1000,))) - x
+    assert error.abs().max() <= 0.5 * float(x.max() - x.min()) / 255 + 2.0**-14
+
+
 @pytest.mark.parametrize(
     ("compressor", "numel", "nbytes"),
     [
@@ -565,6 +654,7 @@ def test_global_reductions_are_by_the_uniform() -> None:
         (Cast(), 1001, 2004),
         (BlockQuant(bits=8), 65536, 128 * 4 + 65536),
         (BlockQuant(bits=4), 65536, 128 * 4 + 32768),
+        (BlockQuant(bits=4, rotation=128), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
         (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),
@@ -577,6 +667,9 @@ def test_global_reductions_are_by_the_uniform() -> None:
         (TernGrad(), 65536, 4 + 13108),
         (TernGrad(block=512), 65536, 128 * (4 + 103)),
         (TernGrad(block=64), 130, 3 * 4 + 13 + 13 + 1 + 1),
+        (MinMax(bits=8), 65536, 8 + 65536),
+        (MinMax(bits=1, block=512), 65536, 128 * 8 + 8192),
+        (MinMax(bits=4, rule="bagua", block=512), 513, 2 * 8 + 256 + 1 + 3),
         (OneBit(), 65536, 4 + 8192),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),

@@ -23,6 +23,7 @@ from thinwire import (
     Identity,
     LinearDithering,
     LowRank,
+    MinMax,
     NaturalCompression,
     NaturalDithering,
     OneBit,
@@ -31,7 +32,7 @@ from thinwire import (
     TopK,
     TopKC,
 )
-from thinwire.compressors import Contractive, Unbiased
+from thinwire.compressors import Additive, Contractive, Unbiased
 from thinwire.errors import RecipeError, WireError
 from thinwire.kernels import DecodeJob, EncodeJob
 from thinwire.kernels.reference_random_k import random_units
@@ -52,6 +53,9 @@ TABLE: list[Compressor] = [
     *(BlockQuant(bits=bits) for bits in (2, 3, 5, 6, 7)),
     *(BlockQuant(bits=bits, rounding="stochastic") for bits in (2, 3, 5, 6, 7)),
     BlockQuant(bits=7, block=34, rounding="stochastic"),
+    BlockQuant(bits=8, rotation=128),
+    BlockQuant(bits=4, rotation=32),
+    BlockQuant(bits=4, block=64, rounding="stochastic", rotation=32),
     LinearDithering(bits=5),
     LinearDithering(bits=8, norm="l2"),
     LinearDithering(bits=4, norm="l2", block=512),
@@ -67,6 +71,18 @@ TABLE: list[Compressor] = [
     TernGrad(block=64),
     TernGrad(clip=2.5),
     TernGrad(block=34, clip=1.0),
+    MinMax(bits=8),
+    MinMax(bits=8, block=512),
+    MinMax(bits=4),
+    MinMax(bits=4, block=34),
+    *(MinMax(bits=bits, block=512) for bits in (1, 2, 3)),
+    MinMax(bits=8, rounding="stochastic"),
+    MinMax(bits=4, block=512, rounding="stochastic"),
+    MinMax(bits=1, block=64, rounding="stochastic"),
+    MinMax(bits=8, rule="bagua"),
+    MinMax(bits=8, rule="bagua", block=512),
+    MinMax(bits=4, rule="bagua", block=64),
+    MinMax(bits=2, rule="bagua", block=512),
     OneBit(),
     OneBit(scale="rms"),
     TopK(density=0.01),
@@ -110,6 +126,7 @@ def name(compressor: Compressor) -> str:
 
 all_compressors = pytest.mark.parametrize("compressor", TABLE, ids=name)
 stochastic_ones = pytest.mark.parametrize("compressor", [c for c in TABLE if c.stochastic], ids=name)
+# Those whose levels are levels of x itself.
 rounding_ones = pytest.mark.parametrize(
     "compressor",
     [
@@ -117,7 +134,7 @@ rounding_ones = pytest.mark.parametrize(
         for c in TABLE
         if c.stochastic
         and not c.shared_key
-        and c.unit == "slice"
+        and not getattr(c, "rotation", None)
         and isinstance(c.contract(BlockSpec(shape=(512,))), Unbiased)
     ],
     ids=name,
@@ -263,6 +280,9 @@ def test_any_float32_is_sent_or_refused(compressor: Compressor, data: st.DataObj
     if len(values) and getattr(compressor, "norm", "max") == getattr(compressor, "across", "max") == "max":
         natural = getattr(compressor, "value_dtype", None) == "natural"  # up to the next power of two
         slack = 2.0 if isinstance(compressor, OneBit) or compressor.stochastic or natural else 1.0
+        if isinstance(compressor, BlockQuant) and compressor.rotation:
+            slack = 1 + compressor.rotation / compressor.levels  # steps of a whole group may add up
+        slack = 2.0 if getattr(compressor, "rule", "") == "bagua" else slack  # up to the next level
         slack = len(values) if getattr(compressor, "scaled", False) else slack
         peak = q.abs().max()
         smallest = getattr(compressor, "smallest", 1e-44)  # what is below is rounded up to it by chance
@@ -326,7 +346,7 @@ def test_contractive(compressor: Compressor, shape: tuple[int, ...]) -> None:
     contract = compressor.contract(BlockSpec(shape=shape))
     if not isinstance(contract, Contractive):
         no_bound = compressor == OneBit(scale="rms") or getattr(compressor, "selection", "") == "sampled"
-        assert compressor.stochastic or no_bound
+        assert compressor.stochastic or no_bound or isinstance(contract, Additive)
         return
     num_draws = 200 if compressor.stochastic else 1
     assert 0 < contract.delta <= 1
@@ -353,8 +373,9 @@ def test_contractive(compressor: Compressor, shape: tuple[int, ...]) -> None:
         (BlockQuant(bits=8), torch.tensor([127.0] + [0.5] * 511)),
         (BlockQuant(bits=4), torch.tensor([7.0] + [0.5] * 511)),
         (BlockQuant(bits=2), torch.tensor([1.0] + [0.5] * 511)),
+        (MinMax(bits=8), torch.tensor([255.0, -255.0] + [0.0] * 510)),
     ],
-    ids=["topk", "natural", "onebit", "int8", "int4", "int2"],
+    ids=["topk", "natural", "onebit", "int8", "int4", "int2", "minmax"],
 )
 def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Tensor) -> None:
     contract = compressor.contract(spec_of(block))
@@ -363,28 +384,65 @@ def test_contraction_is_no_better_than_claimed(compressor: Compressor, block: Te
     assert float(error) == pytest.approx(1 - contract.delta, rel=1e-5)
 
 
+def ranges_of(x: Tensor, block: int | None) -> Tensor:
+    """Return, per value, the range of the block that holds it."""
+    pieces = x.double().split(block or max(x.numel(), 1))
+    return torch.cat([(piece.max() - piece.min()).expand(piece.numel()) for piece in pieces])
+
+
+@all_compressors
+@pytest.mark.parametrize("n", [1, 2, 33, 64, 513, 2000])
+@pytest.mark.parametrize("offset", [0.0, -3.0, 1e4])
+def test_additive(compressor: Compressor, n: int, offset: float) -> None:
+    contract = compressor.contract(BlockSpec(shape=(n,)))
+    if not isinstance(contract, Additive):
+        return
+    assert 0 < contract.error <= 0.5
+    blocks = hard_blocks(n, 0.0, math.inf)
+    blocks["halves of a step"] = torch.arange(n) % (4 / contract.error) / 2
+    for what, block in blocks.items():
+        x = (block + offset).clamp(-3.4e38, 3.4e38)
+        error = (round_trip(compressor, x).double() - x.double()).abs()
+        rounding = 2.0**-22 * x.abs().max() + 2.0**-149
+        assert (error <= contract.error * ranges_of(x, contract.block) + rounding).all(), what
+
+
+def test_additive_is_no_better_than_claimed() -> None:
+    x = torch.tensor([15.0, -15.0] + [0.0] * 510)
+    for bits, error in ((1, 15.0), (2, 5.0), (4, 1.0)):
+        compressor = MinMax(bits=bits)  # type: ignore[arg-type]
+        contract = compressor.contract(spec_of(x))
+        assert isinstance(contract, Additive)
+        assert contract.error * 30 == pytest.approx(error)
+        assert (round_trip(compressor, x) - x)[2:].abs().tolist() == pytest.approx([error] * 510)
+
+
 # --- unbiased kinds -------------------------------------------------------------------------------------------------
 
 
-def scale_and_levels(compressor: Compressor, x: Tensor) -> tuple[float, Tensor]:
-    """Return what a stochastic kind rounds to: 0 and these levels, ascending, relative to the block's scale."""
+def levels_of(compressor: Compressor, x: Tensor) -> Tensor:
+    """Return what a stochastic kind rounds the block x to, ascending."""
+    x = x.double()
     match compressor:
-        case BlockQuant():
-            return float(x.abs().max()), torch.arange(compressor.levels + 1).double() / compressor.levels
+        case MinMax():
+            return x.min() + (x.max() - x.min()) * torch.arange(compressor.levels + 1) / compressor.levels
+        case BlockQuant() | LinearDithering():
+            side = torch.arange(1, compressor.levels + 1).double() / compressor.levels
+        case NaturalDithering():
+            side = 2.0 ** torch.arange(1 - compressor.levels, 1).double()
         case TernGrad():
-            return float(x.abs().max()), torch.tensor([0.0, 1.0]).double()
+            side = torch.ones(1).double()
         case NaturalCompression():
-            ends = (math.log2(compressor.smallest), math.ceil(math.log2(float(x.abs().max()))))
-            return 1.0, torch.cat([torch.zeros(1), 2.0 ** torch.arange(ends[0], ends[1] + 1)]).double()
-        case LinearDithering() | NaturalDithering():
-            even = torch.arange(compressor.levels + 1).double() / compressor.levels
-            halved = torch.cat([torch.zeros(1), 2.0 ** torch.arange(1 - compressor.levels, 1)]).double()
-            scale = float(x.abs().max() if compressor.norm == "max" else x.double().norm())
-            return scale, even if isinstance(compressor, LinearDithering) else halved
+            ends = math.log2(compressor.smallest), math.ceil(math.log2(float(x.abs().max())))
+            side = 2.0 ** torch.arange(ends[0], ends[1] + 1).double()
+            return torch.cat([-side.flip(0), torch.zeros(1), side])
         case Alone(inner=GlobalLinear() | GlobalExponential() as inner):
             like = LinearDithering if isinstance(inner, GlobalLinear) else NaturalDithering
-            return scale_and_levels(like(bits=inner.levels.bit_length() + 1, norm=inner.norm), x)  # type: ignore[arg-type]
-    raise AssertionError(f"say what levels {compressor} has")
+            return levels_of(like(bits=inner.levels.bit_length() + 1, norm=inner.norm), x)  # type: ignore[arg-type]
+        case _:
+            raise AssertionError(f"say what levels {compressor} has")
+    scale = x.norm() if getattr(compressor, "norm", "max") == "l2" else x.abs().max()
+    return torch.cat([-side.flip(0), torch.zeros(1), side]) * scale
 
 
 def draws_of(compressor: Compressor, x: Tensor, num: int) -> Tensor:
@@ -408,30 +466,31 @@ def test_unbiased(compressor: Compressor) -> None:
     """The mean of 10,000 draws is x within 4 standard errors, one value 5, and the variance is that of the levels."""
     num_draws, n = 10_000, length_of(compressor)
     x = (torch.rand(n, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.25
-    x[31] = 0.25
+    x[30], x[31] = -0.25, 0.25
     # On levels, just beside them, halfway, and at the ends.
-    scale, levels = scale_and_levels(compressor, x)
+    levels = levels_of(compressor, x)
+    levels = levels[levels >= 0]
     some = torch.cat([levels[:3], levels[-3:]])
     special = torch.cat([some, some * (1 + 1e-3), some * (1 - 1e-3), (levels[:-1] + levels[1:])[-3:] / 2])
     special = torch.cat([special, -special])[:30]
-    x[: special.numel()] = (special * scale).clamp(-0.25, 0.25)
+    x[: special.numel()] = special.clamp(-0.25, 0.25)
     if getattr(compressor, "norm", "max") == "l2":
         x *= 0.25 / x.norm()
     draws = draws_of(compressor, x, num_draws)
 
     exact = x.double()
-    scale, levels = scale_and_levels(compressor, x)
-    above = torch.searchsorted(levels * scale, exact.abs() * (1 - 2.0**-22)).clamp(1, len(levels) - 1)
-    low, high = levels[above - 1] * scale, levels[above] * scale
-    sigma = ((exact.abs() - low).clamp(min=0) * (high - exact.abs()).clamp(min=0)).sqrt()
+    levels = levels_of(compressor, x)
+    above = torch.searchsorted(levels, exact - exact.abs() * 2.0**-22).clamp(1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    sigma = ((exact - low).clamp(min=0) * (high - exact).clamp(min=0)).sqrt()
     resolution = (high - low) * 2.0**-16 + exact.abs() * 2.0**-21  # uniforms have 16 bits; the scale has 24
     bias = (draws.mean(dim=0) - exact).abs()
     standard_error = sigma / math.sqrt(num_draws)
     assert (bias > 4 * standard_error + resolution).sum() <= 1, "one of some hundred values may stray by chance"
     assert (bias <= 5 * standard_error + resolution).all()
 
-    near = (draws.abs() - low).abs().minimum((draws.abs() - high).abs())
-    assert (near <= scale * 2.0**-20).all(), "rounds to one of the two neighbouring levels"
+    near = (draws - low).abs().minimum((draws - high).abs())
+    assert (near <= levels[-1] * 2.0**-20).all(), "rounds to one of the two neighbouring levels"
     contract = compressor.contract(spec_of(x))
     assert isinstance(contract, Unbiased)
     variance = (draws - exact).square().sum(dim=1).mean()
@@ -446,15 +505,46 @@ def test_the_worst_block_reaches_the_claimed_variance(compressor: Compressor) ->
     contract = compressor.contract(BlockSpec(shape=(n,)))
     assert isinstance(contract, Unbiased)
     x = torch.ones(n)
-    levels = scale_and_levels(compressor, x)[1]
-    if getattr(compressor, "norm", "max") == "max":
+    levels = levels_of(compressor, x)
+    if isinstance(compressor, MinMax):
+        x[1], x[2:] = -1, 0
+    elif getattr(compressor, "norm", "max") == "max":
         # Of natural levels those above the lowest are the worst where omega is 1/8: a third of the way up.
-        x[1:] = 2 / 3 if contract.omega == 1 / 8 else levels[1] / (2 * (1 + contract.omega))
-    elif math.sqrt(n) * levels[1] < 9 / 4:
+        x[1:] = 2 / 3 if contract.omega == 1 / 8 else levels[levels > 0][0] / (2 * (1 + contract.omega))
+    elif levels[levels > 0][0] < 9 / 4:
         pytest.skip("omega is a bound here, not the least: the norm leaves no room for every value at its worst")
     draws = draws_of(compressor, x, 2000)
     variance = float((draws - x).square().sum(dim=1).mean() / x.double().square().sum())
     assert variance == pytest.approx(contract.omega, rel=0.04 if contract.omega == 1 / 8 else 0.02)
+
+
+@pytest.mark.parametrize("rotation", [32, 128])
+def test_rotated_rounding_is_unbiased(rotation: int) -> None:
+    """The mean of 10,000 draws is x within 5 standard errors, and the variance at most omega."""
+    num_draws, n = 10_000, 128
+    compressor = BlockQuant(bits=4, block=n, rounding="stochastic", rotation=rotation)  # type: ignore[arg-type]
+    x = torch.cat([normal(n - 4), torch.tensor([0.0, -0.0, 1e-30, 30.0])])
+    for length in (n, n - 5):  # the last group whole or not
+        draws = draws_of(compressor, x[-length:], num_draws)
+        exact = x[-length:].double()
+        assert (draws.mean(dim=0) - exact).abs().max() <= 5 * draws.std(dim=0).max() / math.sqrt(num_draws) + 1e-4
+        contract = compressor.contract(BlockSpec(shape=(length,)))
+        assert isinstance(contract, Unbiased)
+        assert (draws - exact).square().sum(dim=1).mean() <= contract.omega * exact.square().sum()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rotation", [32, 128])
+def test_rotation_helps_heavy_tails(rotation: int, rounding: str) -> None:
+    """An outlier in 512 leaves the other values few of 4 bits: rotated, the squared error is below a third."""
+    x = normal(1 << 14)
+    x[::512] *= 20
+    plain = BlockQuant(bits=4, rounding=rounding)  # type: ignore[arg-type]
+    errors = [
+        (round_trip(compressor, x) - x).square().sum()
+        for compressor in (plain, dataclasses.replace(plain, rotation=rotation))
+    ]
+    assert errors[1] < errors[0] / 3
 
 
 # --- randomness -----------------------------------------------------------------------------------------------------
@@ -470,7 +560,7 @@ def test_stochastic_rounding_does_not_depend_on_cuts(compressor: Compressor, cut
     step = cuts * (block or 64)
     x = normal(11 * (block or 64) + 17)
     if block is None:
-        x[:: step // cuts] = 5.0  # one scale for all pieces
+        x[:: step // cuts], x[1 :: step // cuts] = 5.0, -5.0  # one scale for all pieces
     whole = round_trip(compressor, x, dataclasses.replace(KEY, offset=1000))
     pieces = [
         round_trip(compressor, piece, dataclasses.replace(KEY, offset=1000 + i * step))
@@ -672,6 +762,8 @@ def test_huge_values_are_ordinary_where_the_wire_has_room(compressor: Compressor
         with pytest.raises(ValueError, match="overflow"):
             compressor.encode(x, KEY)
         return
+    if isinstance(compressor, MinMax) and compressor.stochastic and compressor.bits == 1:
+        x = x.abs()  # steps of twice the largest value leave residuals that float32 cannot hold
     residual = torch.zeros(x.numel())
     decoded = compressor.decode(compressor.encode(x, KEY, residual=residual), spec_of(x), KEY)
     assert decoded.isfinite().all()
@@ -808,6 +900,8 @@ def test_table_has_every_kind_once() -> None:
         (lambda: BlockQuant(block=30), "32 to 65536", "30"),
         (lambda: BlockQuant(block=65538), "32 to 65536", "65538"),
         (lambda: BlockQuant(block=63), "even", "63"),
+        (lambda: BlockQuant(rotation=64), "32 or 128", "64"),  # type: ignore[arg-type]
+        (lambda: BlockQuant(block=64, rotation=128), "divides the block", "128 for block 64"),
         (lambda: BlockQuant(rounding="up"), "'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
         (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]
@@ -816,6 +910,12 @@ def test_table_has_every_kind_once() -> None:
         (lambda: TernGrad(block=65538), "32 to 65536, or None", "65538"),
         (lambda: TernGrad(clip=0.5), "at least 1, or None", "0.5"),
         (lambda: TernGrad(clip=float("nan")), "at least 1, or None", "nan"),
+        (lambda: MinMax(bits=9), "1 to 8", "9"),  # type: ignore[arg-type]
+        (lambda: MinMax(bits=1, rule="bagua"), "MinMax.*2 to 8", "1"),
+        (lambda: MinMax(rule="max"), "'affine' or 'bagua'", "'max'"),  # type: ignore[arg-type]
+        (lambda: MinMax(rule="bagua", rounding="stochastic"), "affine rule", "bagua"),
+        (lambda: MinMax(block=33), "32 to 65536, or None", "33"),
+        (lambda: MinMax(rounding="up"), "MinMax.*'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
         (lambda: OneBit(scale="l2"), "'l1' or 'rms'", "'l2'"),  # type: ignore[arg-type]
         (lambda: GlobalLinear(bits=5), "8 or 4", "5"),  # type: ignore[arg-type]
         (lambda: GlobalLinear(norm="l1"), "norm 'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]

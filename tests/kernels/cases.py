@@ -67,16 +67,16 @@ def codes_nbytes(n: int, bits: int, block: int) -> int:
     return n // block * packed(block) + packed(n % block)
 
 
-def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
+def block_quant(bits: int, block: int, stochastic: bool, rotation: int = 0) -> Kind:
     """Return the kind for any block size."""
 
     def nbytes(n: int) -> int:
         return 4 * -(-n // block) + codes_nbytes(n, bits, block)
 
-    decode_settings = {"bits": bits, "block": block}
-    label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
+    decode_settings = {"bits": bits, "block": block, **({"rotation": rotation} if rotation else {})}
+    label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}{f'-rotation{rotation}' * bool(rotation)}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings)
+    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=not rotation)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -105,6 +105,17 @@ def ternary(block: int, clip: float) -> Kind:
 
     label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
     return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}, on_cuda=False)
+
+
+def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition."""
+
+    def nbytes(n: int) -> int:
+        return 8 * -(-n // (block or max(n, 1))) + codes_nbytes(n, bits, block or max(n, 1))
+
+    label = f"min_max{bits}-{block or 'partition'}-{'bagua' if bagua else 'affine'}{'-stochastic' * stochastic}"
+    settings = {"bits": bits, "block": block, "bagua": bagua}
+    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings, on_cuda=False)
 
 
 def _top_k(
@@ -199,6 +210,16 @@ KINDS = [
         for block, stochastic in ((33, False), (512, True))
     ),
     *(
+        block_quant(bits, block, stochastic, rotation)
+        for bits, block, stochastic, rotation in (
+            (8, 512, False, 32),
+            (4, 96, False, 32),
+            (4, 512, True, 32),
+            (2, 2048, False, 128),
+            (7, 128, True, 128),
+        )
+    ),
+    *(
         dither(bits, block, natural, l2)
         for bits, block in ((2, 33), (3, 0), (5, 512), (7, 0), (8, 2000))
         for natural in (False, True)
@@ -207,6 +228,9 @@ KINDS = [
     natural(8),
     natural(9),
     *(ternary(block, clip) for block in (0, 33, 512, 2000) for clip in (0.0, 2.5)),
+    *(min_max(bits, block) for bits, block in ((1, 0), (1, 33), (2, 512), (4, 0), (5, 2000), (8, 512), (8, 1))),
+    *(min_max(bits, block, stochastic=True) for bits, block in ((1, 512), (3, 0), (4, 33), (8, 2000))),
+    *(min_max(bits, block, bagua=True) for bits, block in ((2, 33), (4, 0), (7, 2000), (8, 512), (8, 0))),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
@@ -264,6 +288,8 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "ties": _ties,
     "half_codes": lambda n: torch.cat([torch.full((1,), 127.0), torch.randint(-253, 254, (max(n, 1),)) / 2])[:n],
     "constant": lambda n: torch.full((n,), -0.7),
+    "offset": lambda n: 1000 + torch.randn(n) * 1e-3,  # a narrow range far from 0
+    "positive": lambda n: torch.rand(n) + 0.5,
 }
 
 

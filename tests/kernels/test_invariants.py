@@ -53,7 +53,8 @@ def test_padding_is_zero(kernels: ModuleType, kind: Kind) -> None:
 @pytest.mark.parametrize("values", ["normal", "heavy_tailed", "denormal", "huge", "largest", "mixed_scale"])
 def test_block_quant_is_within_half_a_step_or_one(kernels: ModuleType, bits_per_code: int, values: str) -> None:
     for kind in KINDS:
-        if kind.name == "block_quant" and kind.settings["bits"] == bits_per_code and kind.settings["block"] == 512:
+        same = kind.name == "block_quant" and "rotation" not in kind.settings
+        if same and kind.settings["bits"] == bits_per_code and kind.settings["block"] == 512:
             x = VALUES[values](1500)
             encoded = round_trip(kernels, kind, x, None)
             scale = encoded.out[:12].view(torch.float32).repeat_interleave(512)[:1500].double()

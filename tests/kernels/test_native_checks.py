@@ -76,10 +76,20 @@ def test_settings_out_of_range(native: ModuleType) -> None:
         native.encode_block_quant([EncodeJob(x, out)], bits=9, block=512, stochastic=False)
     with pytest.raises(ValueError, match="block of at least 1"):
         native.decode_block_quant([DecodeJob(out, x)], bits=8, block=0)
+    with pytest.raises(ValueError, match="rotation: expected 32 or 128"):
+        native.decode_block_quant([DecodeJob(out, x)], bits=8, block=512, rotation=64)
+    with pytest.raises(ValueError, match="a block that it divides, got 128 and 64"):
+        native.encode_block_quant([EncodeJob(x, out)], bits=8, block=64, stochastic=False, rotation=128)
     with pytest.raises(ValueError, match="dithering: expected 2 to 8 bits"):
         native.encode_dither([EncodeJob(x, out, key=KEY)], bits=1, block=0, natural=False, l2=False)
     with pytest.raises(ValueError, match="block of at least 0"):
         native.decode_dither([DecodeJob(out, x)], bits=8, block=-1, natural=True)
+    with pytest.raises(ValueError, match="min-max: expected 1 to 8 bits"):
+        native.encode_min_max([EncodeJob(x, out)], bits=0, block=0, bagua=False, stochastic=False)
+    with pytest.raises(ValueError, match="rounds to nearest"):
+        native.encode_min_max([EncodeJob(x, out)], bits=8, block=0, bagua=True, stochastic=True)
+    with pytest.raises(ValueError, match="block of at least 0"):
+        native.decode_min_max([DecodeJob(out, x)], bits=8, block=-1, bagua=True)
     with pytest.raises(ValueError, match="dtype: expected one of"):
         native.encode_cast([EncodeJob(x, out)], dtype=torch.float64)
     with pytest.raises(ValueError, match="dtype: expected one of"):

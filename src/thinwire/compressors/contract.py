@@ -33,6 +33,19 @@ class Contractive:
 
 
 @dataclass(frozen=True, slots=True)
+class Additive:
+    """|C(x)_i - x_i| <= error * (max_B x - min_B x) for every value, B the `block` values (None: all) that hold x_i.
+
+    The rounding of x_i to float32 comes on top: 2^-22 max_B |x|, or 2^-149. So ||C(x) - x||^2 is at most error^2 times
+    the sum over i of squared ranges, however small ||x|| is: values near 0 in a block of wide range may grow. In the
+    largest magnitude C is a contraction by 2 * error, for feedback to keep residuals bounded where that is below 1.
+    """
+
+    error: float
+    block: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class NoContract:
     """No bound that holds for every x; `why` says where it fails."""
 
@@ -60,7 +73,7 @@ def dither_omega(numel: int, smallest_level: float, norm: Literal["max", "l2"], 
     return v + a**2 / (4 * (1 + v))
 
 
-Contract = Unbiased | Contractive | NoContract
+Contract = Unbiased | Contractive | Additive | NoContract
 
 FEEDBACK_BELOW_DELTA = 0.9  # a contraction weaker than this loses too much of each step to go without feedback
 
@@ -72,7 +85,7 @@ def needs_feedback(contract: Contract) -> bool:
             return False
         case Contractive(delta):
             return delta < FEEDBACK_BELOW_DELTA
-        case NoContract():
+        case Additive() | NoContract():
             return True
 
 

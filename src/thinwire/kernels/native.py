@@ -23,6 +23,8 @@ from thinwire.kernels.native_global import encode_global_linear as encode_global
 from thinwire.kernels.native_global import reduce_global_exponential as reduce_global_exponential
 from thinwire.kernels.native_global import reduce_global_linear as reduce_global_linear
 from thinwire.kernels.native_global import shared_norms as shared_norms
+from thinwire.kernels.native_min_max import decode_min_max as decode_min_max
+from thinwire.kernels.native_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.native_natural import decode_natural as decode_natural
 from thinwire.kernels.native_natural import encode_natural as encode_natural
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
@@ -65,23 +67,25 @@ def decode_cast(jobs: Sequence[DecodeJob], *, dtype: torch.dtype, threads: int =
 
 
 def encode_block_quant(
-    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
+    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, rotation: int = 0, threads: int = 1
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    packing.check_block_quant(bits, block, rotation)
     if stochastic:
         packing.check_keys(jobs)
     packed = packing.pack_encode(jobs, packing.block_quant_nbytes(bits, block))
-    return packing.flags(_native.encode_block_quant(packed, bits, block, stochastic, threads))
+    return packing.flags(_native.encode_block_quant(packed, bits, block, stochastic, rotation, threads))
 
 
-def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
-    """Set value = code * scale of its block."""
+def decode_block_quant(
+    jobs: Sequence[DecodeJob], *, bits: int, block: int, rotation: int = 0, threads: int = 1
+) -> None:
+    """Set value = code * scale of its block, rotated back."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    packing.check_block_quant(bits, block, rotation)
     packed = packing.pack_decode(jobs, packing.block_quant_nbytes(bits, block))
-    _native.decode_block_quant(packed, bits, block, threads)
+    _native.decode_block_quant(packed, bits, block, rotation, threads)
 
 
 # --- one bit --------------------------------------------------------------------------------------------------------

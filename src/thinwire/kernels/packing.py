@@ -81,10 +81,12 @@ def check_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> None:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, allowed))}, got {dtype}")
 
 
-def check_block_quant(bits: int, block: int) -> None:
+def check_block_quant(bits: int, block: int, rotation: int = 0) -> None:
     """Raise unless there is such a quantisation."""
     if not 2 <= bits <= 8 or block < 1:
         raise ValueError(f"block quantisation: expected 2 to 8 bits and a block of at least 1, got {bits} and {block}")
+    if rotation and (rotation not in (32, 128) or block % rotation):
+        raise ValueError(f"rotation: expected 32 or 128 and a block that it divides, got {rotation} and {block}")
 
 
 def check_dither(bits: int, block: int) -> None:
@@ -103,6 +105,14 @@ def check_ternary(block: int) -> None:
     """Raise unless there are such ternary codes."""
     if block < 0:
         raise ValueError(f"ternary codes: expected a block of at least 0, got {block}")
+
+
+def check_min_max(bits: int, block: int, bagua: bool, stochastic: bool) -> None:
+    """Raise unless there is such a quantisation."""
+    if not 1 <= bits <= 8 or block < 0:
+        raise ValueError(f"min-max: expected 1 to 8 bits and a block of at least 0, got {bits} and {block}")
+    if bagua and stochastic:
+        raise ValueError("min-max: BAGUA's rule rounds to nearest, got stochastic=True")
 
 
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
@@ -183,6 +193,12 @@ def natural_nbytes(bits: int) -> PayloadNbytes:
 def ternary_code_nbytes(block: int) -> PayloadNbytes:
     """Return the payload of `encode_ternary`."""
     return lambda n, _: 4 * -(-n // (block or max(n, 1))) + ternary_nbytes(n, block or max(n, 1))
+
+
+@functools.cache
+def min_max_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_min_max`."""
+    return lambda n, _: 8 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

@@ -26,10 +26,13 @@ from thinwire.kernels.reference_global import encode_global_linear as encode_glo
 from thinwire.kernels.reference_global import reduce_global_exponential as reduce_global_exponential
 from thinwire.kernels.reference_global import reduce_global_linear as reduce_global_linear
 from thinwire.kernels.reference_global import shared_norms as shared_norms
+from thinwire.kernels.reference_min_max import decode_min_max as decode_min_max
+from thinwire.kernels.reference_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.reference_natural import decode_natural as decode_natural
 from thinwire.kernels.reference_natural import encode_natural as encode_natural
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.reference_rotate import rotate, unrotate
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
 from thinwire.kernels.reference_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.reference_ternary import encode_ternary as encode_ternary
@@ -75,20 +78,21 @@ def _num_blocks(numel: int, block: int) -> int:
 
 
 def encode_block_quant(
-    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
+    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, rotation: int = 0, threads: int = 1
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes, two's complement, packed block by block as codes.py says.
 
     Per block, L = 2**(bits-1) - 1 and s = max|q| / L, moved up one ulp where L * s < max|q| and down to `max_scale(L)`
     where L * s would overflow. Codes are q/s rounded to nearest even, or floor(q/s + u), clamped to [-L, L]. A block
-    of zeros has s = 0 and codes 0.
+    of zeros has s = 0 and codes 0. With `rotation`, a divisor of `block`, that is done to `rotate(q)`, and a residual
+    that overflows counts as not finite.
     """
     levels = 2 ** (bits - 1) - 1
     finite: list[bool] = []
     for job in jobs:
         q = with_residual(job)
         n, num_blocks = q.numel(), _num_blocks(q.numel(), block)
-        blocks = in_blocks(q, block)
+        blocks = in_blocks(rotate(q, rotation) if rotation else q, block)
         scale = scale_of(blocks.abs().amax(dim=1, keepdim=True), levels)
         y = torch.where(scale > 0, blocks / scale, torch.zeros_like(blocks))
         if stochastic:
@@ -103,19 +107,23 @@ def encode_block_quant(
         job.out[scale_nbytes : scale_nbytes + payload.numel()] = payload
         job.out[scale_nbytes + payload.numel() :].zero_()
         decoded = (codes.to(torch.float32) * scale).view(-1)[:n]
-        finite.append(finish(job, q, decoded))
+        fits = finish(job, q, unrotate(decoded, rotation) if rotation else decoded)
+        finite.append(fits and (not rotation or job.residual is None or bool(torch.isfinite(job.residual).all())))
     return finite
 
 
-def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
-    """Set value = code * scale of its block."""
+def decode_block_quant(
+    jobs: Sequence[DecodeJob], *, bits: int, block: int, rotation: int = 0, threads: int = 1
+) -> None:
+    """Set value = code * scale of its block, rotated back."""
     for job in jobs:
         n, num_blocks = job.out.numel(), _num_blocks(job.out.numel(), block)
         scale = job.data[: 4 * num_blocks].view(torch.float32)
         codes = unpack(job.data[4 * num_blocks :], n, bits, block).to(torch.int16)
         sign = 2 ** (bits - 1)
         codes = (codes ^ sign) - sign
-        deliver(job, codes.to(torch.float32) * scale.repeat_interleave(block)[:n])
+        decoded = codes.to(torch.float32) * scale.repeat_interleave(block)[:n]
+        deliver(job, unrotate(decoded, rotation) if rotation else decoded)
 
 
 # --- one bit: one float32 scale, then sign bits ---------------------------------------------------------------------

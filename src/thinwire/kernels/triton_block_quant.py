@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_steps import max_scale
@@ -165,6 +166,12 @@ def _decode(
             deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
 
 
+def _check(bits: int, block: int, rotation: int) -> None:
+    packing.check_block_quant(bits, block, rotation)
+    if rotation:
+        raise ThinwireError("rotated block quantisation has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
+
+
 def _geometry(table: Table, bits: int, block: int, n_column: int, *address_columns: int) -> tuple[int, dict[str, int]]:
     """Return how many programs a job gets, and the constants that say what each does."""
     span = block if bits == 8 else -(-block // 2)
@@ -177,11 +184,11 @@ def _geometry(table: Table, bits: int, block: int, n_column: int, *address_colum
 
 
 def encode_block_quant(
-    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, threads: int = 1
+    jobs: Sequence[EncodeJob], *, bits: int, block: int, stochastic: bool, rotation: int = 0, threads: int = 1
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    _check(bits, block, rotation)
     if stochastic:
         packing.check_keys(jobs)
     if not jobs:
@@ -200,10 +207,12 @@ def encode_block_quant(
     return table.finite()
 
 
-def decode_block_quant(jobs: Sequence[DecodeJob], *, bits: int, block: int, threads: int = 1) -> None:
+def decode_block_quant(
+    jobs: Sequence[DecodeJob], *, bits: int, block: int, rotation: int = 0, threads: int = 1
+) -> None:
     """Set value = code * scale of its block."""
     packing.check_threads(threads)
-    packing.check_block_quant(bits, block)
+    _check(bits, block, rotation)
     if not jobs:
         return
     device = jobs[0].out.device
