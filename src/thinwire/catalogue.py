@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.aggregators import Aggregator
-from thinwire.compressors import Compressor, Contract, Contractive, NoContract, Unbiased, needs_feedback
+from thinwire.compressors import Additive, Compressor, Contract, Contractive, NoContract, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
 from thinwire.recipes import AGGREGATORS, example_recipe, parse_compressor, parse_recipe, recipe_names
 from thinwire.spec import BlockSpec
@@ -134,6 +134,8 @@ def contract_text(contract: Contract) -> str:
             return f"contractive, δ = 1 - {1 - delta:.2g}"
         case Contractive(delta):
             return f"contractive, δ = {delta:.3g}"
+        case Additive(error):
+            return f"within {error:.2g} of the range of each block"
         case NoContract(why):
             return f"no bound: {why}"
 
