@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.kernels import DecodeJob, EncodeJob, reference
+from thinwire.kernels.float_formats import FORMATS
 from thinwire.kernels.top_k_layout import NATURAL, top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
@@ -51,6 +52,9 @@ def cases() -> list[Case]:
             label = f"int{bits}{'-stochastic' if stochastic else ''}"
             nbytes = 4 * (N // 512) + N * bits // 8
             found.append(Case(label, "block_quant", nbytes, {**settings, "stochastic": stochastic}, settings))
+    for name, to in FORMATS.items():
+        settings = {"format": name, "block": 512}
+        found.append(Case(name, "block_cast", 4 * (N // 512) + N * to.bits // 8, settings, settings))
     for natural, bits in ((False, 5), (False, 8), (True, 3), (True, 8)):
         for l2 in (False, True):
             settings = {"bits": bits, "block": 0, "natural": natural}

@@ -25,6 +25,13 @@ struct Dither {
     bool l2;            // the scale is the L2 norm; else the largest magnitude
 };
 
+enum class FloatFormat : int { e4m3 = 0, e5m2 = 1, e3m0 = 2 };
+
+struct BlockCast {
+    FloatFormat format;
+    std::size_t block;
+};
+
 enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
 
 struct TopK {
@@ -50,6 +57,9 @@ void decode_block_quant(const DecodeJob& job, const BlockQuant& settings, Scratc
 
 bool encode_dither(const EncodeJob& job, const Dither& settings, Scratch& scratch);
 void decode_dither(const DecodeJob& job, const Dither& settings, Scratch& scratch);
+
+bool encode_block_cast(const EncodeJob& job, const BlockCast& settings, Scratch& scratch);
+void decode_block_cast(const DecodeJob& job, const BlockCast& settings, Scratch& scratch);
 
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);

@@ -142,6 +142,17 @@ NB_MODULE(_native, m) {
         decode_all(jobs, threads,
                    [=](const DecodeJob& job, Scratch& scratch) { decode_dither(job, settings, scratch); });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("natural"), nb::arg("threads"));
+    m.def("encode_block_cast", [](const nb::bytes& jobs, int format, std::size_t block, int threads) {
+        const BlockCast settings{FloatFormat{format}, block};
+        return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+            return encode_block_cast(job, settings, scratch);
+        });
+    }, nb::arg("jobs"), nb::arg("format"), nb::arg("block"), nb::arg("threads"));
+    m.def("decode_block_cast", [](const nb::bytes& jobs, int format, std::size_t block, int threads) {
+        const BlockCast settings{FloatFormat{format}, block};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_block_cast(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("format"), nb::arg("block"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import (
+    BlockCast,
     BlockQuant,
     Cast,
     Dense,
@@ -48,6 +49,10 @@ KNOWN: dict[str, Aggregator] = {
     "int5": both(BlockQuant(bits=5), EF),
     "int3": both(BlockQuant(bits=3), EF),
     "int2:stochastic": both(BlockQuant(bits=2, rounding="stochastic")),
+    "e4m3": both(BlockCast()),
+    "e4m3:block=128": both(BlockCast(block=128)),
+    "e5m2": both(BlockCast(format="e5m2")),
+    "e3m0": both(BlockCast(format="e3m0"), EF),
     "linear:5": both(LinearDithering(bits=5)),
     "linear:7:l2": both(LinearDithering(bits=7, norm="l2")),
     "linear:7:block=512": both(LinearDithering(bits=7, block=512)),
@@ -113,6 +118,8 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("int8:block=x", "a number", "'x'"),
         ("int8:block=", "a number", "''"),
         ("int8:block=7", "even block from 32", "7"),
+        ("e4m3:x", "'block=N'", "'x'"),
+        ("e5m2:block=7", "even block from 32", "7"),
         ("fp16:x", "no further argument", "'x'"),
         ("onebit:l2", "'l1' or 'rms'", "'l2'"),
         ("onebit:l1:x", "'l1' or 'rms'", "'x'"),

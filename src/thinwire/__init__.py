@@ -6,6 +6,7 @@ from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
 from thinwire.aggregators import TwoShot as TwoShot
 from thinwire.api import attach as attach
+from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compressor as Compressor

@@ -3,8 +3,8 @@
     recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
-    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | linear | natural | qsgd
-                | onebit | topk | randomk | identity
+    kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | e4m3 | e5m2 | e3m0
+                | linear | natural | qsgd | onebit | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -19,6 +19,7 @@ import torch
 
 from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
 from thinwire.compressors import (
+    BlockCast,
     BlockQuant,
     Cast,
     Compressor,
@@ -33,6 +34,7 @@ from thinwire.compressors import (
 )
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
+from thinwire.kernels.float_formats import FORMATS
 from thinwire.spec import BlockSpec
 
 Word = tuple[str, Any]  # the field that a word sets, and to what
@@ -93,6 +95,7 @@ _KINDS: dict[str, _Kind] = {
     "fp16": _Kind(partial(Cast, dtype=torch.float16)),
     "bf16": _Kind(partial(Cast, dtype=torch.bfloat16)),
     **{f"int{bits}": _int(bits) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    **{name: _Kind(partial(BlockCast, format=name), {}, {"block": int}) for name in FORMATS},
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),

@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire import BlockQuant, BlockSpec, Cast, Identity, LinearDithering, NaturalDithering, OneBit, RandomK, TopK
+from thinwire import (
+    BlockCast,
+    BlockQuant,
+    BlockSpec,
+    Cast,
+    Identity,
+    LinearDithering,
+    NaturalDithering,
+    OneBit,
+    RandomK,
+    TopK,
+)
 from thinwire.errors import WireError
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
@@ -308,6 +319,39 @@ def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
     torch.testing.assert_close(decoded, x, rtol=2.0**-22, atol=2.0**-149 * quant.levels)
 
 
+# --- block casts ----------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_is_sign_exponent_mantissa_of_bias_7() -> None:
+    # Steps of 2 between 16 and 32; below 2^-6 steps of 2^-9. Ties go to the even code.
+    x = torch.tensor([448.0, 1.0, -17.0, 19.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-6, -0.0])
+    codes = bytes([0x7E, 0x38, 0xD8, 0x5A, 0x01, 0x00, 0x02, 0x08, 0x80])
+    assert raw(BlockCast().encode(x)) == floats(1.0) + codes + b"\0\0\0"
+    assert raw(BlockCast().encode(x * 0.5)) == floats(0.5) + codes + b"\0\0\0"
+
+
+def test_e5m2_is_the_upper_half_of_float16() -> None:
+    x = torch.tensor([-57344.0, 1.0, 1.125, 1.375, 2.0**-16, 2.0**-17, 0.0])
+    codes = bytes([0xFB, 0x3C, 0x3C, 0x3E, 0x01, 0x00, 0x00])
+    assert raw(BlockCast(format="e5m2").encode(x)) == floats(1.0) + codes + b"\0"
+
+
+def test_e3m0_is_a_power_of_two_two_to_a_byte() -> None:
+    # Half-way between powers of two, and between 0 and 2^-6, the even code.
+    x = torch.tensor([1.0, -0.5, 2.0**-6, 0.75, 0.375, -0.01, 2.0**-7, -0.0])
+    codes = [7, 8 | 6, 1, 6, 6, 8 | 1, 0, 8]
+    packed = bytes([codes[j] | codes[j + 4] << 4 for j in range(4)])
+    assert raw(BlockCast(format="e3m0").encode(x)) == floats(1.0) + packed
+    assert raw(BlockCast(format="e3m0").encode(x * 3)) == floats(3.0) + packed
+
+
+def test_e3m0_codes_are_those_of_natural_dithering() -> None:
+    x, key, spec = torch.randn(999), Key(1), BlockSpec(shape=(999,))
+    natural = NaturalDithering(bits=4, block=512)
+    data = natural.encode(x, key)
+    assert torch.equal(BlockCast(format="e3m0").decode(data, spec), natural.decode(data, spec))
+
+
 # --- dithering ------------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +403,9 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
         (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),
+        (BlockCast(), 65536, 128 * 4 + 65536),
+        (BlockCast(format="e5m2", block=64), 65, 2 * 4 + 65 + 3),
+        (BlockCast(format="e3m0"), 513, 2 * 4 + 256 + 1 + 3),
         (LinearDithering(bits=5), 65536, 4 + 5 * 8192),
         (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
         (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.kernels.float_formats import FORMATS, FloatFormat
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.top_k_layout import NATURAL, VALUE_DTYPES, payload_nbytes, top_k_layout
 from thinwire.random import Key
@@ -69,6 +70,16 @@ def block_quant(bits: int, block: int, stochastic: bool) -> Kind:
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}"
     settings = {**decode_settings, "stochastic": stochastic}
     return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=bits in (4, 8))
+
+
+def block_cast(format: FloatFormat, block: int) -> Kind:
+    """Return the kind for any block size."""
+    settings = {"format": format, "block": block}
+
+    def nbytes(n: int) -> int:
+        return 4 * -(-n // block) + codes_nbytes(n, FORMATS[format].bits, block)
+
+    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings, on_cuda=False)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -147,6 +158,7 @@ KINDS = [
         for natural in (False, True)
         for l2 in (False, True)
     ),
+    *(block_cast(format, block) for format in FORMATS for block in (33, 512, 2000)),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)

@@ -87,6 +87,10 @@ def test_settings_out_of_range(native: ModuleType) -> None:
         native.encode_block_quant([EncodeJob(x, out)], bits=9, block=512, stochastic=False)
     with pytest.raises(ValueError, match="block of at least 1"):
         native.decode_block_quant([DecodeJob(out, x)], bits=8, block=0)
+    with pytest.raises(ValueError, match="expected a format of e4m3, e5m2, e3m0"):
+        native.encode_block_cast([EncodeJob(x, out)], format="e2m1", block=512)
+    with pytest.raises(ValueError, match="block of at least 1"):
+        native.decode_block_cast([DecodeJob(out, x)], format="e4m3", block=0)
     with pytest.raises(ValueError, match="dithering: expected 2 to 8 bits"):
         native.encode_dither([EncodeJob(x, out, key=KEY)], bits=1, block=0, natural=False, l2=False)
     with pytest.raises(ValueError, match="block of at least 0"):

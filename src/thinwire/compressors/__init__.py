@@ -2,6 +2,7 @@
 
 from thinwire.compressors.base import Compressor as Compressor
 from thinwire.compressors.block import BlockQuant as BlockQuant
+from thinwire.compressors.block_cast import BlockCast as BlockCast
 from thinwire.compressors.cast import Cast as Cast
 from thinwire.compressors.cast import Identity as Identity
 from thinwire.compressors.contract import Contract as Contract

@@ -12,6 +12,8 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.native_block_cast import decode_block_cast as decode_block_cast
+from thinwire.kernels.native_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.reference_block_cast import decode_block_cast as decode_block_cast
+from thinwire.kernels.reference_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
