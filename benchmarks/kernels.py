@@ -62,6 +62,7 @@ def cases() -> list[Case]:
             found.append(Case(label, "dither", 4 + N * bits // 8, {**settings, "l2": l2}, settings))
     for rms in (False, True):
         found.append(Case(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", 4 + N // 8, {"rms": rms}, {}))
+    found.append(Case("sign", "sign", N // 8, {}, {}))
     for dtype in (torch.float32, torch.float16, NATURAL):
         for density in (0.001, 0.01, 0.1):
             label = "natural" if dtype is NATURAL else str(dtype).removeprefix("torch.")

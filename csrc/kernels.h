@@ -64,6 +64,11 @@ void decode_block_cast(const DecodeJob& job, const BlockCast& settings, Scratch&
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);
 
+bool encode_sign(const EncodeJob& job);
+void decode_sign(const DecodeJob& job);
+// `rows` holds the addresses of `num_rows` >= 1 bitmaps.
+void majority_vote(const VoteJob& job, const std::uint64_t* rows, std::uint32_t num_rows, Scratch& scratch);
+
 bool encode_top_k(const EncodeJob& job, const TopK& settings, Scratch& scratch);
 BadIndices check_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch);
 void decode_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch);

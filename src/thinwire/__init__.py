@@ -15,6 +15,7 @@ from thinwire.compressors import LinearDithering as LinearDithering
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK
+from thinwire.compressors import Sign as Sign
 from thinwire.compressors import TopK as TopK
 from thinwire.errors import ThinwireError as ThinwireError
 from thinwire.feedback import ErrorFeedback as ErrorFeedback

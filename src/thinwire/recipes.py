@@ -4,7 +4,7 @@
     aggregator  = "gather"                                         (two-shot otherwise)
     compressor  = kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | e4m3 | e5m2 | e3m0
-                | linear | natural | qsgd | onebit | topk | randomk | identity
+                | linear | natural | qsgd | onebit | sign | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
@@ -28,6 +28,7 @@ from thinwire.compressors import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Sign,
     TopK,
     Unbiased,
     needs_feedback,
@@ -84,6 +85,7 @@ _VALUES: dict[str, Word] = {
 _ROUNDING: dict[str, Word] = {"stochastic": ("rounding", "stochastic"), "nearest": ("rounding", "nearest")}
 _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
+_TIES: dict[str, Word] = {"plus": ("ties", "plus"), "random": ("ties", "random")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
 
@@ -100,6 +102,7 @@ _KINDS: dict[str, _Kind] = {
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
     "onebit": _Kind(OneBit, _SCALES),
+    "sign": _Kind(Sign, _TIES),
     "topk": _Kind(
         TopK,
         {**_VALUES, "natural": ("value_dtype", "natural"), **_SELECTIONS, "chunked": ("chunked", True)},

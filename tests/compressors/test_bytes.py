@@ -16,9 +16,10 @@ from thinwire import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Sign,
     TopK,
 )
-from thinwire.errors import WireError
+from thinwire.errors import RecipeError, WireError
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
 
@@ -86,6 +87,41 @@ def test_one_bit_scale_is_over_the_true_length() -> None:
 def test_one_bit_sums_in_float64() -> None:
     x = torch.tensor([2.0**24] + [1.0] * 4095)  # float32 would lose every 1
     assert raw(OneBit().encode(x))[:4] == floats((2.0**24 + 4095) / 4096)
+
+
+# --- signs and votes ------------------------------------------------------------------------------------------------
+
+
+def test_signs_are_bits_of_negatives() -> None:
+    x = torch.tensor([-1.0, 2.0, 3.0, -4.0, 0.0, -0.0, 1.0, -1e-45, -6.0, 0.0])
+    assert raw(Sign().encode(x)) == bytes([0b10001001, 0b00000001, 0, 0])
+    assert Sign().decode(Sign().encode(x), BlockSpec(shape=(10,))).tolist() == [-1, 1, 1, -1, 1, 1, 1, -1, -1, 1]
+
+
+def test_a_vote_is_the_sign_of_the_sum_of_signs() -> None:
+    spec = BlockSpec(shape=(1000,))
+    for num_voters in (1, 2, 3, 4, 9):
+        votes = [torch.randn(1000) for _ in range(num_voters)]
+        total = torch.stack(votes).sign().sum(dim=0)
+        got = Sign().decode(Sign().vote([Sign().encode(x) for x in votes], spec), spec)
+        assert torch.equal(got, torch.where(total < 0, -1.0, 1.0)), "ties are +1"
+        drawn = Sign(ties="random")
+        got = drawn.decode(drawn.vote([drawn.encode(x) for x in votes], spec, Key(5, step=2)), spec)
+        want = torch.where(total == 0, (uniform(Key(5, step=2), 1000) - 0.5).sign(), total.sign())
+        assert torch.equal(got, want), "ties are what the key draws"
+
+
+def test_what_is_not_a_vote_is_refused() -> None:
+    spec, data = BlockSpec(shape=(100,)), Sign().encode(torch.randn(100))
+    with pytest.raises(WireError, match="at least one voter, got none"):
+        Sign().vote([], spec)
+    for bad in (data[:-4], torch.cat([data, data]), data.float()):
+        with pytest.raises(WireError, match="vote: expected a 1-D uint8 tensor of 16 bytes"):
+            Sign().vote([data, bad], spec)
+    with pytest.raises(WireError, match="vote, out: expected"):
+        Sign().vote([data], spec, out=data[:-4])
+    with pytest.raises(RecipeError, match="sign:random draws ties: pass key="):
+        Sign(ties="random").vote([data], spec)
 
 
 # --- top-k ----------------------------------------------------------------------------------------------------------
@@ -410,6 +446,7 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
         (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),
         (OneBit(), 65536, 4 + 8192),
+        (Sign(), 65, 9 + 3),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
         (RandomK(density=0.01), 65536, 655 * 2 + 2),

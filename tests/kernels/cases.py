@@ -163,6 +163,7 @@ KINDS = [
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
     ),
+    Kind("sign", "sign", lambda n: -(-n // 8), on_cuda=False),
     *(_top_k(dtype, label, num_kept) for dtype in VALUE_DTYPES for label, num_kept in _KEPT.items()),
     *(
         _top_k(dtype, label, _KEPT[label], selection, chunked)

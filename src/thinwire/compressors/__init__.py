@@ -14,4 +14,5 @@ from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
 from thinwire.compressors.random_k import RandomK as RandomK
 from thinwire.compressors.sign import OneBit as OneBit
+from thinwire.compressors.sign import Sign as Sign
 from thinwire.compressors.sparse import TopK as TopK

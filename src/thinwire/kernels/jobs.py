@@ -34,6 +34,15 @@ class DecodeJob(NamedTuple):
     key: Key | None = None  # kinds with a shared key only
 
 
+class VoteJob(NamedTuple):
+    """Write into `out`, a bitmap, what most of `rows` say of each of `numel` elements; `key` draws the ties."""
+
+    rows: Sequence[Tensor]  # each (at least ceil(numel / 8),) uint8
+    out: Tensor  # likewise; zeros beyond numel
+    numel: int
+    key: Key | None = None  # None: a tie is 0
+
+
 class Batch:
     """Jobs that recur: their encoded blocks lie at fixed places of `buffer`, which may be another one each time.
 

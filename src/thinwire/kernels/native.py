@@ -18,6 +18,9 @@ from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.native_sign import decode_sign as decode_sign
+from thinwire.kernels.native_sign import encode_sign as encode_sign
+from thinwire.kernels.native_sign import majority_vote as majority_vote
 from thinwire.kernels.native_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.native_top_k import encode_top_k as encode_top_k
 

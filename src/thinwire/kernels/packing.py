@@ -59,6 +59,13 @@ def _check(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device |
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
 
 
+def check_bytes(data: Tensor, nbytes: int, name: str) -> None:
+    """Raise unless `data` holds that many bytes."""
+    _check(data, torch.uint8, name, None)
+    if data.numel() < nbytes:
+        raise WireError(f"{name}: expected at least {nbytes} bytes, got {data.numel()}")
+
+
 def flags(finite: bytes) -> list[bool]:
     """Return what an encoder says of each job: whether all was finite."""
     return [flag != 0 for flag in finite]
@@ -162,6 +169,11 @@ def dither_nbytes(bits: int, block: int) -> PayloadNbytes:
 def one_bit_nbytes(n: int, _: int) -> int:
     """Return the payload of `encode_one_bit`."""
     return 4 + -(-n // 8)
+
+
+def bitmap_nbytes(n: int, _: int) -> int:
+    """Return the payload of `encode_sign`."""
+    return -(-n // 8)
 
 
 @functools.cache

@@ -21,6 +21,9 @@ from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.reference_sign import decode_sign as decode_sign
+from thinwire.kernels.reference_sign import encode_sign as encode_sign
+from thinwire.kernels.reference_sign import majority_vote as majority_vote
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
 from thinwire.kernels.reference_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.reference_top_k import encode_top_k as encode_top_k
