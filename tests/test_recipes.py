@@ -9,6 +9,7 @@ from thinwire import (
     BlockCast,
     BlockQuant,
     Cast,
+    Compose,
     Dense,
     ErrorFeedback,
     Gather,
@@ -17,6 +18,7 @@ from thinwire import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
     Sign,
     TopK,
     TwoShot,
@@ -78,6 +80,16 @@ KNOWN: dict[str, Aggregator] = {
     "identity": both(Identity()),
     "fp16+bf16": TwoShot(up=Cast(dtype=torch.float16), down=Cast(dtype=torch.bfloat16)),
     "topk:0.01+int8": TwoShot(up=TopK(density=0.01), down=BlockQuant(bits=8), feedback=EF),
+    "topk:0.01@int8": both(Compose(first=TopK(density=0.01, value_dtype=torch.float32), then=BlockQuant(bits=8)), EF),
+    "topk:k=50:chunked@scaled:linear:3": both(
+        Compose(first=TopK(k=50, chunked=True, value_dtype=torch.float32), then=Scaled(inner=LinearDithering(bits=3))),
+        EF,
+    ),
+    "randomk:0.1@e4m3": both(
+        Compose(first=RandomK(density=0.1, value_dtype=torch.float32), then=BlockCast(format="e4m3")), EF
+    ),
+    "scaled:natural:3": both(Scaled(inner=NaturalDithering(bits=3)), EF),
+    "scaled:int8:stochastic": both(Scaled(inner=BlockQuant(bits=8, rounding="stochastic"))),
     "gather/onebit": Gather(up=OneBit(), feedback=EF),
     "gather/int8:stochastic": Gather(up=BlockQuant(bits=8, rounding="stochastic")),
     "gather/fp16": Gather(up=Cast(dtype=torch.float16)),
@@ -152,6 +164,13 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("randomk:0.1:scaled:fp16", "float32 values", "float16"),
         ("randomk:0.1:block=2:block=4", "each setting once", "'0.1:block=2:block=4'"),
         ("randomk:0.1:scaled", "it in one hop", "randomk:0.1:scaled"),
+        ("topk:0.1@", "one of fp16, bf16", "''"),
+        ("int8@int4", "one of topk, randomk", "'int8'"),
+        ("topk:0.1:fp16@int4", "each setting once", "'0.1:fp16:fp32'"),
+        ("randomk:0.1@linear:3", "no numbers behind a shared key", "linear:3"),
+        ("topk:0.1@int4@int4", "one of fp16, bf16", "int4@int4"),
+        ("scaled:int8", "an unbiased compressor", "int8"),
+        ("scaled:", "one of fp16, bf16", "''"),
         ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
         ("dense:fp16:x", "no further argument", "'x'"),
         ("tree/int8", "aggregator 'gather' or none", "'tree'"),
@@ -176,7 +195,7 @@ def test_bad_recipes_say_what_was_expected_and_what_came(text: str, expected: st
     assert caught.value.__cause__ is None
 
 
-@given(st.text("abcdefgintoposk0123456789./:=-+", max_size=20))
+@given(st.text("abcdefgintoposk0123456789./:=-+@", max_size=20))
 def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
     try:
         found = parse_recipe(text)
@@ -187,5 +206,7 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 
 def test_every_kind_is_listed() -> None:
-    kinds = {kind.split(":")[0] for text in KNOWN for kind in text.rpartition("/")[2].split("+")}
+    kinds = {
+        kind.removeprefix("scaled:").split(":")[0] for text in KNOWN for kind in text.rpartition("/")[2].split("+")
+    }
     assert kinds == set(recipe_names())

@@ -9,12 +9,14 @@ from thinwire.api import attach as attach
 from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
+from thinwire.compressors import Compose as Compose
 from thinwire.compressors import Compressor as Compressor
 from thinwire.compressors import Identity as Identity
 from thinwire.compressors import LinearDithering as LinearDithering
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK
+from thinwire.compressors import Scaled as Scaled
 from thinwire.compressors import Sign as Sign
 from thinwire.compressors import TopK as TopK
 from thinwire.errors import ThinwireError as ThinwireError

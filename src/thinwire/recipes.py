@@ -2,12 +2,13 @@
 
     recipe      = [aggregator "/"] compressor ["+" compressor]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
-    compressor  = kind *(":" argument)
+    compressor  = single ["@" single]                              (a sparse one, and how its values are sent)
+    single      = ["scaled:"] kind *(":" argument)
     kind        = dense | fp16 | bf16 | int8 | int7 | int6 | int5 | int4 | int3 | int2 | e4m3 | e5m2 | e3m0
                 | linear | natural | qsgd | onebit | sign | topk | randomk | identity
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
-`topk:0.01+int8`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
+`topk:0.01+int8`, `topk:0.01@int8`, `scaled:linear:3`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +23,14 @@ from thinwire.compressors import (
     BlockCast,
     BlockQuant,
     Cast,
+    Compose,
     Compressor,
     Identity,
     LinearDithering,
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
     Sign,
     TopK,
     Unbiased,
@@ -162,8 +165,19 @@ def parse_recipe(text: str) -> Aggregator:
 
 
 def _compressor(text: str, known: Iterable[str]) -> Compressor:
+    first, at, then = text.partition("@")
+    if at:
+        sparse, values = _single(f"{first}:fp32", ("topk", "randomk")), _single(then, _KINDS)
+        assert isinstance(sparse, TopK | RandomK)
+        return Compose(first=sparse, then=values)
+    return _single(text, known)
+
+
+def _single(text: str, known: Iterable[str]) -> Compressor:
     kind, *arguments = text.split(":")
-    if kind not in _KINDS:
+    if kind == "scaled":
+        return Scaled(inner=_single(":".join(arguments), _KINDS))
+    if kind not in known:
         raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
     return _KINDS[kind](arguments)
 

@@ -11,14 +11,17 @@ from thinwire import (
     BlockQuant,
     BlockSpec,
     Cast,
+    Compose,
     Identity,
     LinearDithering,
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
     Sign,
     TopK,
 )
+from thinwire.compressors import NoContract
 from thinwire.errors import RecipeError, WireError
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
@@ -223,6 +226,74 @@ def test_top_k_refuses_indices_out_of_range_or_order(indices: tuple[int, int]) -
     with pytest.raises(WireError, match="ascending indices below 6000"):
         TopK(k=2).accumulate_(out, data, spec)
     assert (out == 7).all()
+
+
+# --- compositions ---------------------------------------------------------------------------------------------------
+
+
+def test_composed_values_come_first_then_the_places() -> None:
+    x = few(5000, i1=-127.0, i3=2.4, i4999=63.0)
+    q = Compose(first=TopK(k=3, value_dtype=torch.float32), then=BlockQuant(bits=8))
+    codes, places = struct.pack("<3bx", -127, 2, 63), struct.pack("<3H2x", 1, 3, 4999)
+    assert raw(q.encode(x)) == floats(1.0) + codes + places
+    residual = torch.zeros(5000)
+    data = q.encode(x, residual=residual)
+    assert torch.equal(q.decode(data, BlockSpec(shape=(5000,))) + residual, x)
+    assert residual.nonzero().tolist() == [[3]]
+
+
+def test_composed_contracts_multiply() -> None:
+    spec, first = BlockSpec(shape=(1000,)), TopK(density=0.1, value_dtype=torch.float32)
+    kept = BlockSpec(shape=(100,))
+
+    def delta(then) -> float:
+        return Compose(first=first, then=then).contract(spec).delta  # type: ignore[union-attr]
+
+    assert delta(BlockQuant(bits=4)) == 0.1 * BlockQuant(bits=4).contract(kept).delta  # type: ignore[union-attr]
+    natural = NaturalDithering(bits=5)
+    assert delta(natural) == 0.1 * (1 - 1 / 8)
+    coarse = LinearDithering(bits=2)  # omega = 4.5
+    assert isinstance(Compose(first=first, then=coarse).contract(spec), NoContract)
+    omega = coarse.contract(kept).omega  # type: ignore[union-attr]
+    assert delta(Scaled(inner=coarse)) == 0.1 / (1 + omega)
+
+
+def test_composed_places_are_checked_before_anything_is_written() -> None:
+    q, spec = Compose(first=TopK(k=2, value_dtype=torch.float32), then=OneBit()), BlockSpec(shape=(6000,))
+    for places in ((5, 6000), (3, 1), (2, 2)):
+        bad = floats(1.0) + bytes(4) + struct.pack("<2H", *places)
+        out = torch.full((6000,), 7.0)
+        with pytest.raises(WireError, match="ascending indices below 6000"):
+            q.decode(torch.frombuffer(bytearray(bad), dtype=torch.uint8), spec, out=out)
+        assert (out == 7).all()
+
+
+def test_scaled_sends_the_same_bytes_and_decodes_to_less() -> None:
+    inner, spec, key = LinearDithering(bits=3), BlockSpec(shape=(1000,)), Key(1)
+    x, q = torch.randn(1000), Scaled(inner=inner)
+    data = q.encode(x, key)
+    assert torch.equal(data, inner.encode(x, key))
+    omega = inner.contract(spec).omega  # type: ignore[union-attr]
+    assert torch.equal(q.decode(data, spec), inner.decode(data, spec) * (1 / (1 + omega)))
+    residual = torch.zeros(1000)
+    q.encode(x, key, residual=residual)
+    assert torch.equal(residual, x - q.decode(data, spec))
+
+
+def test_scaling_keeps_feedback_from_diverging() -> None:
+    """Two levels and an L2 norm have an omega of 15: over 300 steps unscaled residuals blow up, scaled ones do not."""
+    inner = LinearDithering(bits=2, norm="l2")
+    sizes: list[float] = []
+    for compressor in (inner, Scaled(inner=inner)):
+        residual = torch.zeros(256)
+        for step in range(300):
+            x = torch.randn(256, generator=torch.Generator().manual_seed(step))
+            compressor.encode(x, Key(1, step=step), residual=residual)
+            if not residual.abs().max() < 1e15:
+                break
+        sizes.append(float(residual.norm()))
+    assert sizes[0] > 1e6
+    assert sizes[1] < 200  # near sqrt(omega) times the norm of a gradient, 16
 
 
 # --- random-k -------------------------------------------------------------------------------------------------------
@@ -449,6 +520,8 @@ def test_a_norm_beyond_float32_is_the_largest_float32() -> None:
         (Sign(), 65, 9 + 3),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
+        (Compose(first=TopK(value_dtype=torch.float32), then=BlockQuant()), 65536, 2 * 4 + 655 + 1 + 655 * 2 + 2),
+        (Scaled(inner=NaturalDithering(bits=3)), 1000, 4 + 250 + 125 + 1),
         (RandomK(density=0.01), 65536, 655 * 2 + 2),
         (RandomK(density=0.01, block=64), 65536, 10 * 64 * 2),
         (RandomK(density=0.01, rotating=True), 65536, 656 * 2),

@@ -17,12 +17,14 @@ from thinwire import (
     BlockQuant,
     BlockSpec,
     Cast,
+    Compose,
     Compressor,
     Identity,
     LinearDithering,
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
     Sign,
     TopK,
 )
@@ -83,9 +85,27 @@ TABLE: list[Compressor] = [
     RandomK(density=0.25, rotating=True, block=16, value_dtype=torch.float32),
     RandomK(density=0.1, scaled=True),
     RandomK(density=0.3, scaled=True, block=7),
+    *(
+        Compose(first=TopK(density=0.1, value_dtype=torch.float32), then=then)
+        for then in (
+            BlockQuant(bits=8),
+            BlockQuant(bits=4, block=34),
+            BlockQuant(bits=8, rounding="stochastic"),
+            OneBit(),
+            NaturalDithering(bits=5),
+            Scaled(inner=LinearDithering(bits=2)),
+        )
+    ),
+    Compose(first=TopK(k=20, value_dtype=torch.float32, chunked=True), then=BlockCast(format="e5m2")),
+    Compose(first=TopK(density=0.1, value_dtype=torch.float32, selection="sampled"), then=BlockQuant(bits=8)),
+    Compose(first=RandomK(density=0.3, value_dtype=torch.float32, block=7), then=BlockQuant(bits=4)),
+    Scaled(inner=LinearDithering(bits=3)),
+    Scaled(inner=NaturalDithering(bits=2, norm="l2")),
+    Scaled(inner=BlockQuant(bits=2, rounding="stochastic")),
 ]
 
 KEY = Key(parameter_key(0, "layer.weight"), step=3, stream=1)
+TYPICAL = BlockSpec(shape=(65536,))
 SHAPES = [(), (0,), (0, 3), (1,), (2,), (7,), (3, 5), (64,), (512,), (513,), (999,), (2, 3, 171)]
 
 
@@ -96,7 +116,7 @@ def name(compressor: Compressor) -> str:
 all_compressors = pytest.mark.parametrize("compressor", TABLE, ids=name)
 stochastic_ones = pytest.mark.parametrize("compressor", [c for c in TABLE if c.stochastic], ids=name)
 rounding_ones = pytest.mark.parametrize(
-    "compressor", [c for c in TABLE if c.stochastic and not isinstance(c, RandomK)], ids=name
+    "compressor", [c for c in TABLE if isinstance(c.contract(TYPICAL), Unbiased) and not c.shared_key], ids=name
 )
 SCALE_FREE = [c for c in TABLE if isinstance(c, Sign)]
 with_a_scale = pytest.mark.parametrize("compressor", [c for c in TABLE if c not in SCALE_FREE], ids=name)
@@ -308,7 +328,7 @@ def test_contractive(compressor: Compressor, n: int) -> None:
         sampled = "sampled" in compressor.recipe()
         assert compressor.stochastic or sampled or compressor in (OneBit(scale="rms"), *SCALE_FREE)
         return
-    num_draws = 200 if compressor.shared_key else 1
+    num_draws = 200 if compressor.stochastic else 1
     assert 0 < contract.delta <= 1
     for what, block in hard_blocks(n, contract.smallest, contract.largest).items():
         size = block.abs()
@@ -319,7 +339,11 @@ def test_contractive(compressor: Compressor, n: int) -> None:
             (round_trip(compressor, x, dataclasses.replace(KEY, step=i)).double() - x.double()).square().sum()
             for i in range(num_draws)
         ]
-        error = torch.stack(errors).mean() - 4 * norm * math.sqrt(contract.delta / num_draws) * compressor.shared_key
+        error = torch.stack(errors).mean()
+        if compressor.shared_key:
+            error -= 4 * norm * math.sqrt(contract.delta / num_draws)
+        elif compressor.stochastic:
+            error -= 4 * torch.stack(errors).std() / math.sqrt(num_draws)
         # Scales and codes are float32: their rounding, relative to the norm.
         assert error <= (1 - contract.delta) * norm + norm * 2.0**-40 + (1 - contract.delta) * norm * 2.0**-14, what
 
@@ -775,6 +799,10 @@ def test_table_has_every_kind_once() -> None:
         (lambda: BlockQuant(rounding="up"), "'nearest' or 'stochastic'", "'up'"),  # type: ignore[arg-type]
         (lambda: BlockCast(format="e2m1"), "'e4m3', 'e5m2' or 'e3m0'", "'e2m1'"),  # type: ignore[arg-type]
         (lambda: BlockCast(block=63), "even block from 32 to 65536", "63"),
+        (lambda: Compose(first=TopK(), then=OneBit()), "float32 values first", "float16"),
+        (lambda: Scaled(inner=RandomK(scaled=True)), "without a shared key", "randomk:0.01:scaled"),
+        (lambda: Compose(first=RandomK(value_dtype=torch.float32), then=NaturalDithering()), "no numbers", "natural:3"),
+        (lambda: Scaled(inner=OneBit()), "an unbiased compressor", "onebit"),
         (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(block=31), "32 to 65536, or None", "31"),
