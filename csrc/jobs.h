@@ -35,4 +35,18 @@ struct DecodeJob {
 };
 static_assert(sizeof(DecodeJob) == 40);
 
+// struct format "<5Q4I" in native_sign.py.
+struct VoteJob {
+    std::uint8_t* out;
+    std::uint64_t n;
+    std::uint64_t out_nbytes;
+    std::uint64_t key;
+    std::uint64_t offset;
+    std::uint32_t step;
+    std::uint32_t stream;
+    std::uint32_t random;  // 0: ties are positive; 1: they are drawn
+    std::uint32_t unused;
+};
+static_assert(sizeof(VoteJob) == 56);
+
 }  // namespace thinwire

@@ -45,6 +45,13 @@ struct MinMax {
     bool stochastic;    // encoders only
 };
 
+enum class FloatFormat : int { e4m3 = 0, e5m2 = 1, e3m0 = 2 };
+
+struct BlockCast {
+    FloatFormat format;
+    std::size_t block;
+};
+
 enum class Selection : int { exact = 0, sampled = 1, bisect = 2 };
 
 struct TopK {
@@ -81,8 +88,16 @@ void decode_ternary(const DecodeJob& job, std::size_t block);
 bool encode_min_max(const EncodeJob& job, const MinMax& settings, Scratch& scratch);
 void decode_min_max(const DecodeJob& job, const MinMax& settings, Scratch& scratch);
 
+bool encode_block_cast(const EncodeJob& job, const BlockCast& settings, Scratch& scratch);
+void decode_block_cast(const DecodeJob& job, const BlockCast& settings, Scratch& scratch);
+
 bool encode_one_bit(const EncodeJob& job, bool rms, Scratch& scratch);
 void decode_one_bit(const DecodeJob& job);
+
+bool encode_sign(const EncodeJob& job);
+void decode_sign(const DecodeJob& job);
+// `rows` holds the addresses of `num_rows` >= 1 bitmaps.
+void majority_vote(const VoteJob& job, const std::uint64_t* rows, std::uint32_t num_rows, Scratch& scratch);
 
 bool encode_top_k(const EncodeJob& job, const TopK& settings, Scratch& scratch);
 BadIndices check_top_k(const DecodeJob& job, const TopK& settings, Scratch& scratch);

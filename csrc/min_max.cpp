@@ -38,15 +38,17 @@ TW_INLINE Range range_of(const f32* q, std::size_t m) {
     return {std::bit_cast<float>(lo), std::bit_cast<float>(hi), finite};
 }
 
+TW_INLINE float at_least_0(float x) { return x > 0.0f ? x : 0.0f; }
+
 // `_Affine` of reference_min_max.py. Codes are floats here.
 struct Affine {
     float hi, levels, factor, inverse, base, scale, step;
 
     [[gnu::always_inline]] static Affine of(float lo, float hi, float levels) {
-        float width = hi - lo;
+        float width = at_least_0(hi - lo);  // foreign bytes may say otherwise
         const bool tiny = width > 0.0f && width < 0x1p-100f;  // N / width might overflow
         const float factor = magnitude(width) >= INF_BITS ? 0.5f : tiny ? 0x1p100f : 1.0f, base = lo * factor;
-        width = hi * factor - base;
+        width = at_least_0(hi * factor - base);
         const float scale = width > 0.0f ? levels / width : 0.0f;
         return {hi, levels, factor, 1.0f / factor, base, scale, scale_of(width, levels)};
     }

@@ -85,6 +85,16 @@ void decode_random_k_all(const nb::bytes& packed, const nb::bytes& packed_stream
     });
 }
 
+void majority_vote_all(const nb::bytes& packed, const nb::bytes& packed_rows, std::uint32_t num_rows, int threads) {
+    const std::vector<VoteJob> jobs = unpack<VoteJob>(packed);
+    const std::vector<std::uint64_t> rows = unpack<std::uint64_t>(packed_rows);
+    if (num_rows < 1 || rows.size() != jobs.size() * num_rows) throw std::invalid_argument("expected the rows of every job");
+    nb::gil_scoped_release release;
+    parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch& scratch) {
+        majority_vote(jobs[i], rows.data() + i * num_rows, num_rows, scratch);
+    });
+}
+
 using Numbers = std::vector<std::uint64_t>;
 
 // Lists by rank. Returns (rank, reason) of what went wrong, or None.
@@ -179,6 +189,17 @@ NB_MODULE(_native, m) {
         decode_all(jobs, threads,
                    [=](const DecodeJob& job, Scratch& scratch) { decode_min_max(job, settings, scratch); });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("threads"));
+    m.def("encode_block_cast", [](const nb::bytes& jobs, int format, std::size_t block, int threads) {
+        const BlockCast settings{FloatFormat{format}, block};
+        return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+            return encode_block_cast(job, settings, scratch);
+        });
+    }, nb::arg("jobs"), nb::arg("format"), nb::arg("block"), nb::arg("threads"));
+    m.def("decode_block_cast", [](const nb::bytes& jobs, int format, std::size_t block, int threads) {
+        const BlockCast settings{FloatFormat{format}, block};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_block_cast(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("format"), nb::arg("block"), nb::arg("threads"));
     m.def("encode_one_bit", [](const nb::bytes& jobs, bool rms, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch& scratch) { return encode_one_bit(job, rms, scratch); });
@@ -186,6 +207,14 @@ NB_MODULE(_native, m) {
     m.def("decode_one_bit", [](const nb::bytes& jobs, int threads) {
         decode_all(jobs, threads, [](const DecodeJob& job, Scratch&) { decode_one_bit(job); });
     }, nb::arg("jobs"), nb::arg("threads"));
+    m.def("encode_sign", [](const nb::bytes& jobs, int threads) {
+        return encode_all<EncodeJob>(jobs, threads, [](const EncodeJob& job, Scratch&) { return encode_sign(job); });
+    }, nb::arg("jobs"), nb::arg("threads"));
+    m.def("decode_sign", [](const nb::bytes& jobs, int threads) {
+        decode_all(jobs, threads, [](const DecodeJob& job, Scratch&) { decode_sign(job); });
+    }, nb::arg("jobs"), nb::arg("threads"));
+    m.def("majority_vote", &majority_vote_all, nb::arg("jobs"), nb::arg("rows"), nb::arg("num_rows"),
+          nb::arg("threads"));
     m.def("encode_top_k", [](const nb::bytes& jobs, int number, int selection, bool chunked, int threads) {
         const TopK settings{Number{number}, Selection{selection}, chunked};
         return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {

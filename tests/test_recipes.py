@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from thinwire import (
     EF21,
+    BlockCast,
     BlockQuant,
     Cast,
+    Compose,
     Compressor,
     Dense,
     ErrorFeedback,
@@ -24,6 +26,8 @@ from thinwire import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
+    Sign,
     TernGrad,
     TopK,
     TopKC,
@@ -60,6 +64,10 @@ KNOWN: dict[str, Aggregator] = {
     "int5": both(BlockQuant(bits=5), EF),
     "int3": both(BlockQuant(bits=3), EF),
     "int2:stochastic": both(BlockQuant(bits=2, rounding="stochastic")),
+    "e4m3": both(BlockCast()),
+    "e4m3:block=128": both(BlockCast(block=128)),
+    "e5m2": both(BlockCast(format="e5m2")),
+    "e3m0": both(BlockCast(format="e3m0"), EF),
     "linear:5": both(LinearDithering(bits=5)),
     "linear:7:l2": both(LinearDithering(bits=7, norm="l2")),
     "linear:7:block=512": both(LinearDithering(bits=7, block=512)),
@@ -81,6 +89,8 @@ KNOWN: dict[str, Aggregator] = {
     "minmax:1": both(MinMax(bits=1), EF),
     "onebit": both(OneBit(), EF),
     "onebit:rms": both(OneBit(scale="rms"), EF),
+    "sign": both(Sign(), EF),
+    "gather/sign:random": Gather(up=Sign(ties="random"), feedback=EF),
     "topk:0.01": both(TopK(density=0.01), EF),
     "topk:0.001:fp32": both(TopK(density=0.001, value_dtype=torch.float32), EF),
     "topk:0.01:bf16": both(TopK(density=0.01, value_dtype=torch.bfloat16), EF),
@@ -97,6 +107,16 @@ KNOWN: dict[str, Aggregator] = {
     "identity": both(Identity()),
     "fp16+bf16": TwoShot(up=Cast(dtype=torch.float16), down=Cast(dtype=torch.bfloat16)),
     "topk:0.01+int8": TwoShot(up=TopK(density=0.01), down=BlockQuant(bits=8), feedback=EF),
+    "topk:0.01~int8": both(Compose(first=TopK(density=0.01, value_dtype=torch.float32), then=BlockQuant(bits=8)), EF),
+    "topk:k=50:chunked~scaled:linear:3": both(
+        Compose(first=TopK(k=50, chunked=True, value_dtype=torch.float32), then=Scaled(inner=LinearDithering(bits=3))),
+        EF,
+    ),
+    "randomk:0.1~e4m3": both(
+        Compose(first=RandomK(density=0.1, value_dtype=torch.float32), then=BlockCast(format="e4m3")), EF
+    ),
+    "scaled:natural:3": both(Scaled(inner=NaturalDithering(bits=3)), EF),
+    "scaled:int8:stochastic": both(Scaled(inner=BlockQuant(bits=8, rounding="stochastic"))),
     "gather/onebit": Gather(up=OneBit(), feedback=EF),
     "gather/int8:stochastic": Gather(up=BlockQuant(bits=8, rounding="stochastic")),
     "gather/fp16": Gather(up=Cast(dtype=torch.float16)),
@@ -178,10 +198,13 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("int8:block=x", "a number", "'x'"),
         ("int8:block=", "a number", "''"),
         ("int8:block=7", "even block from 32", "7"),
+        ("e4m3:x", "'block=N'", "'x'"),
+        ("e5m2:block=7", "even block from 32", "7"),
         ("fp16:x", "no further argument", "'x'"),
         ("onebit:l2", "'l1' or 'rms'", "'l2'"),
         ("onebit:l1:x", "'l1' or 'rms'", "'x'"),
         ("onebit:l1:rms", "each setting once", "'l1:rms'"),
+        ("sign:minus", "'plus' or 'random'", "'minus'"),
         ("linear", "bits, as in 'linear:5'", ""),
         ("linear:9", "bits from 2 to 8", "9"),
         ("natural:x", "a number", "'x'"),
@@ -222,6 +245,13 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("lowrank:0", "rank of at least 1", "0"),
         ("lowrank:2:num_iterations=0", "at least 1 iteration", "0"),
         ("lowrank:2:fp64", "'bf16' or 'num_iterations=N'", "'fp64'"),
+        ("topk:0.1~", "one of fp16, bf16", "''"),
+        ("int8~int4", "one of topk, randomk", "'int8'"),
+        ("topk:0.1:fp16~int4", "each setting once", "'0.1:fp16:fp32'"),
+        ("randomk:0.1~linear:3", "no numbers behind a shared key", "linear:3"),
+        ("topk:0.1~int4~int4", "one of fp16, bf16", "int4~int4"),
+        ("scaled:int8", "an unbiased compressor", "int8"),
+        ("scaled:", "one of fp16, bf16", "''"),
         ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
         ("dense:fp16:x", "no further argument", "'x'"),
         ("tree/int8", "aggregator 'gather' or none", "'tree'"),
@@ -268,5 +298,6 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 def test_every_kind_is_listed() -> None:
     texts = [text.partition("@")[0].rpartition("/")[2] for text in [*KNOWN, *WAITING]]
-    kinds = {kind.split(":")[0] for text in texts for kind in text.split("+")}
+    singles = [single for text in texts for part in text.split("+") for single in part.split("~")]
+    kinds = {single.removeprefix("scaled:").split(":")[0] for single in singles}
     assert kinds == set(recipe_names())

@@ -6,8 +6,10 @@ from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
 from thinwire.aggregators import TwoShot as TwoShot
 from thinwire.api import attach as attach
+from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
+from thinwire.compressors import Compose as Compose
 from thinwire.compressors import Compressor as Compressor
 from thinwire.compressors import GlobalExponential as GlobalExponential
 from thinwire.compressors import GlobalLinear as GlobalLinear
@@ -19,6 +21,8 @@ from thinwire.compressors import NaturalCompression as NaturalCompression
 from thinwire.compressors import NaturalDithering as NaturalDithering
 from thinwire.compressors import OneBit as OneBit
 from thinwire.compressors import RandomK as RandomK
+from thinwire.compressors import Scaled as Scaled
+from thinwire.compressors import Sign as Sign
 from thinwire.compressors import TernGrad as TernGrad
 from thinwire.compressors import TopK as TopK
 from thinwire.compressors import TopKC as TopKC

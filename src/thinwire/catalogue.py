@@ -4,6 +4,7 @@ Kinds come from the table of recipes. One without a line here is listed with its
 line of its compressor's docstring.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,6 +41,21 @@ WHEN = {
     "cnat:8": "a quarter of the bytes without any scale, variance at most an eighth; int8 errs far less",
     "terngrad": "to compare with TernGrad; one scale a partition makes it very noisy",
     "terngrad:block=512": "unbiased at 1.7 bits a value; compare with int2:stochastic",
+    "minmax:8:block=512": "as int8 for blocks that lie to one side of 0, such as activations",
+    "minmax:8:bagua": "to compare with BAGUA's 8-bit kind, whose scale is one for a partition",
+    "minmax:4:stochastic:block=512": "unbiased at 4 bits for blocks to one side of 0; else int4:stochastic errs less",
+    "int4:rotation=32": "as int4 where few values of a block are far larger than the others; slower",
+    "e4m3": "small values keep their relative precision; on Gaussian blocks int8 errs less",
+    "e5m2": "as e4m3 over a wider range with a bit less of precision",
+    "e3m0": "4 bits whose levels are powers of two, for pseudo-gradients as in Streaming DiLoCo",
+    "sign": "majority votes (Sign.vote); as an estimate of a gradient onebit is right",
+    "topk:0.01~int8": "topk with a byte a value; topk:0.01:natural has coarser ones",
+    "scaled:linear:3": "unbiased kinds of few bits under feedback",
+    "lowrank:4": "matrices whose gradients have few directions; costs matrix products",
+    "global:8": "all-reduces that add bytes: one message for all ranks, few levels for many",
+    "global:8:halving": "all levels, in a tree of pairwise means",
+    "globalexp": "partitions of very different scales, in a tree; noisy whatever the number of ranks",
+    "topkc:0.01": "all-reduces of whole chunks: no indices, sums stay sparse",
     "onebit": "very slow networks: a thirty-second of the bytes; best after dense steps (start_after=)",
     "onebit:rms": "to compare with 1-bit Adam; l1 errs less",
     "topk:0.01": "very slow networks: a hundredth of the bytes; best after dense steps (start_after=)",
@@ -141,7 +157,8 @@ def contract_text(contract: Contract) -> str:
 
 
 def _kind(recipe: str) -> str:
-    return recipe.rpartition("/")[2].partition("@")[0].partition("+")[0].partition(":")[0]
+    first = re.split("[@+~]", recipe.rpartition("/")[2])[0]
+    return first.removeprefix("scaled:").partition(":")[0]
 
 
 def _with_every_aggregator(recipe: str) -> Iterator[Aggregator]:

@@ -2,13 +2,15 @@
 
     recipe      = [aggregator "/"] compressor ["+" compressor] ["@" feedback]     (up, and down where it differs)
     aggregator  = "gather"                                         (two-shot otherwise)
-    compressor  = kind *(":" argument)
+    compressor  = single ["~" single]                              (a sparse one, and how its values are sent)
+    single      = ["scaled:"] kind *(":" argument)
     kind        = one of `recipe_names()`
     feedback    = name *(":" argument)                             (where left out: "ef" where it is needed, else none)
     name        = ef | dgc | ef21
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
-`topk:0.01+int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `randomk:0.01:block=64`, `dense`, `dense:bf16`, `gather/onebit`.
+`topk:0.01+int8`, `topk:0.01~int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `scaled:linear:3`, `randomk:0.01:block=64`,
+`dense`, `dense:bf16`, `gather/onebit`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +23,10 @@ import torch
 from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
 from thinwire.aggregators import default_feedback as default_feedback
 from thinwire.compressors import (
+    BlockCast,
     BlockQuant,
     Cast,
+    Compose,
     Compressor,
     GlobalExponential,
     GlobalLinear,
@@ -34,12 +38,15 @@ from thinwire.compressors import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
+    Sign,
     TernGrad,
     TopK,
     TopKC,
 )
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection
+from thinwire.kernels.float_formats import FORMATS
 
 Made = TypeVar("Made")
 Word = tuple[str, Any]  # the field that a word sets, and to what
@@ -97,6 +104,7 @@ _NORMS: dict[str, Word] = {"max": ("norm", "max"), "l2": ("norm", "l2")}
 _GLOBAL: dict[str, Word] = {**_NORMS, "across-max": ("across", "max"), "across-l2": ("across", "l2")}
 _RULES: dict[str, Word] = {"affine": ("rule", "affine"), "bagua": ("rule", "bagua")}
 _SCALES: dict[str, Word] = {"l1": ("scale", "l1"), "rms": ("scale", "rms")}
+_TIES: dict[str, Word] = {"plus": ("ties", "plus"), "random": ("ties", "random")}
 _SELECTIONS: dict[str, Word] = {name: ("selection", name) for name in ("exact", "bisect", "sampled")}
 
 
@@ -108,6 +116,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "fp16": _Kind(partial(Cast, dtype=torch.float16)),
     "bf16": _Kind(partial(Cast, dtype=torch.bfloat16)),
     **{f"int{bits}": _int(bits) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    **{name: _Kind(partial(BlockCast, format=name), {}, {"block": int}) for name in FORMATS},
     "linear": _Kind(LinearDithering, _NORMS, {"block": int}, ("bits", int, "linear:5")),
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
@@ -115,6 +124,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
     "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
     "onebit": _Kind(OneBit, _SCALES),
+    "sign": _Kind(Sign, _TIES),
     "topk": _Kind(
         TopK,
         {**_VALUES, "natural": ("value_dtype", "natural"), **_SELECTIONS, "chunked": ("chunked", True)},
@@ -228,8 +238,19 @@ def parse_compressor(text: str) -> Compressor:
 
 
 def _compressor(text: str, known: Iterable[str]) -> Compressor:
+    first, at, then = text.partition("~")
+    if at:
+        sparse, values = _single(f"{first}:fp32", ("topk", "randomk")), _single(then, _KINDS)
+        assert isinstance(sparse, TopK | RandomK)
+        return Compose(first=sparse, then=values)
+    return _single(text, known)
+
+
+def _single(text: str, known: Iterable[str]) -> Compressor:
     kind, *arguments = text.split(":")
-    if kind not in _KINDS:
+    if kind == "scaled":
+        return Scaled(inner=_single(":".join(arguments), _KINDS))
+    if kind not in known:
         raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
     return _KINDS[kind](arguments)
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from thinwire import (
+    BlockCast,
     BlockQuant,
     BlockSpec,
     Cast,
+    Compose,
     GlobalExponential,
     GlobalLinear,
     Identity,
@@ -20,11 +22,14 @@ from thinwire import (
     NaturalDithering,
     OneBit,
     RandomK,
+    Scaled,
+    Sign,
     TernGrad,
     TopK,
     TopKC,
 )
-from thinwire.errors import WireError
+from thinwire.compressors import NoContract
+from thinwire.errors import RecipeError, WireError
 from thinwire.kernels.codes import unpack
 from thinwire.random import Key, philox_4x32_10, uniform, words
 
@@ -93,6 +98,41 @@ def test_one_bit_scale_is_over_the_true_length() -> None:
 def test_one_bit_sums_in_float64() -> None:
     x = torch.tensor([2.0**24] + [1.0] * 4095)  # float32 would lose every 1
     assert raw(OneBit().encode(x))[:4] == floats((2.0**24 + 4095) / 4096)
+
+
+# --- signs and votes ------------------------------------------------------------------------------------------------
+
+
+def test_signs_are_bits_of_negatives() -> None:
+    x = torch.tensor([-1.0, 2.0, 3.0, -4.0, 0.0, -0.0, 1.0, -1e-45, -6.0, 0.0])
+    assert raw(Sign().encode(x)) == bytes([0b10001001, 0b00000001, 0, 0])
+    assert Sign().decode(Sign().encode(x), BlockSpec(shape=(10,))).tolist() == [-1, 1, 1, -1, 1, 1, 1, -1, -1, 1]
+
+
+def test_a_vote_is_the_sign_of_the_sum_of_signs() -> None:
+    spec = BlockSpec(shape=(1000,))
+    for num_voters in (1, 2, 3, 4, 9):
+        votes = [torch.randn(1000) for _ in range(num_voters)]
+        total = torch.stack(votes).sign().sum(dim=0)
+        got = Sign().decode(Sign().vote([Sign().encode(x) for x in votes], spec), spec)
+        assert torch.equal(got, torch.where(total < 0, -1.0, 1.0)), "ties are +1"
+        drawn = Sign(ties="random")
+        got = drawn.decode(drawn.vote([drawn.encode(x) for x in votes], spec, Key(5, step=2)), spec)
+        want = torch.where(total == 0, (uniform(Key(5, step=2), 1000) - 0.5).sign(), total.sign())
+        assert torch.equal(got, want), "ties are what the key draws"
+
+
+def test_what_is_not_a_vote_is_refused() -> None:
+    spec, data = BlockSpec(shape=(100,)), Sign().encode(torch.randn(100))
+    with pytest.raises(WireError, match="at least one voter, got none"):
+        Sign().vote([], spec)
+    for bad in (data[:-4], torch.cat([data, data]), data.float()):
+        with pytest.raises(WireError, match="vote: expected a 1-D uint8 tensor of 16 bytes"):
+            Sign().vote([data, bad], spec)
+    with pytest.raises(WireError, match="vote, out: expected"):
+        Sign().vote([data], spec, out=data[:-4])
+    with pytest.raises(RecipeError, match="sign:random draws ties: pass key="):
+        Sign(ties="random").vote([data], spec)
 
 
 # --- top-k ----------------------------------------------------------------------------------------------------------
@@ -194,6 +234,74 @@ def test_top_k_refuses_indices_out_of_range_or_order(indices: tuple[int, int]) -
     with pytest.raises(WireError, match="ascending indices below 6000"):
         TopK(k=2).accumulate_(out, data, spec)
     assert (out == 7).all()
+
+
+# --- compositions ---------------------------------------------------------------------------------------------------
+
+
+def test_composed_values_come_first_then_the_places() -> None:
+    x = few(5000, i1=-127.0, i3=2.4, i4999=63.0)
+    q = Compose(first=TopK(k=3, value_dtype=torch.float32), then=BlockQuant(bits=8))
+    codes, places = struct.pack("<3bx", -127, 2, 63), struct.pack("<3H2x", 1, 3, 4999)
+    assert raw(q.encode(x)) == floats(1.0) + codes + places
+    residual = torch.zeros(5000)
+    data = q.encode(x, residual=residual)
+    assert torch.equal(q.decode(data, BlockSpec(shape=(5000,))) + residual, x)
+    assert residual.nonzero().tolist() == [[3]]
+
+
+def test_composed_contracts_multiply() -> None:
+    spec, first = BlockSpec(shape=(1000,)), TopK(density=0.1, value_dtype=torch.float32)
+    kept = BlockSpec(shape=(100,))
+
+    def delta(then) -> float:
+        return Compose(first=first, then=then).contract(spec).delta  # type: ignore[union-attr]
+
+    assert delta(BlockQuant(bits=4)) == 0.1 * BlockQuant(bits=4).contract(kept).delta  # type: ignore[union-attr]
+    natural = NaturalDithering(bits=5)
+    assert delta(natural) == 0.1 * (1 - 1 / 8)
+    coarse = LinearDithering(bits=2)  # omega = 4.5
+    assert isinstance(Compose(first=first, then=coarse).contract(spec), NoContract)
+    omega = coarse.contract(kept).omega  # type: ignore[union-attr]
+    assert delta(Scaled(inner=coarse)) == 0.1 / (1 + omega)
+
+
+def test_composed_places_are_checked_before_anything_is_written() -> None:
+    q, spec = Compose(first=TopK(k=2, value_dtype=torch.float32), then=OneBit()), BlockSpec(shape=(6000,))
+    for places in ((5, 6000), (3, 1), (2, 2)):
+        bad = floats(1.0) + bytes(4) + struct.pack("<2H", *places)
+        out = torch.full((6000,), 7.0)
+        with pytest.raises(WireError, match="ascending indices below 6000"):
+            q.decode(torch.frombuffer(bytearray(bad), dtype=torch.uint8), spec, out=out)
+        assert (out == 7).all()
+
+
+def test_scaled_sends_the_same_bytes_and_decodes_to_less() -> None:
+    inner, spec, key = LinearDithering(bits=3), BlockSpec(shape=(1000,)), Key(1)
+    x, q = torch.randn(1000), Scaled(inner=inner)
+    data = q.encode(x, key)
+    assert torch.equal(data, inner.encode(x, key))
+    omega = inner.contract(spec).omega  # type: ignore[union-attr]
+    assert torch.equal(q.decode(data, spec), inner.decode(data, spec) * (1 / (1 + omega)))
+    residual = torch.zeros(1000)
+    q.encode(x, key, residual=residual)
+    assert torch.equal(residual, x - q.decode(data, spec))
+
+
+def test_scaling_keeps_feedback_from_diverging() -> None:
+    """Two levels and an L2 norm have an omega of 15: over 300 steps unscaled residuals blow up, scaled ones do not."""
+    inner = LinearDithering(bits=2, norm="l2")
+    sizes: list[float] = []
+    for compressor in (inner, Scaled(inner=inner)):
+        residual = torch.zeros(256)
+        for step in range(300):
+            x = torch.randn(256, generator=torch.Generator().manual_seed(step))
+            compressor.encode(x, Key(1, step=step), residual=residual)
+            if not residual.abs().max() < 1e15:
+                break
+        sizes.append(float(residual.norm()))
+    assert sizes[0] > 1e6
+    assert sizes[1] < 200  # near sqrt(omega) times the norm of a gradient, 16
 
 
 # --- random-k -------------------------------------------------------------------------------------------------------
@@ -367,6 +475,39 @@ def test_the_peak_of_a_block_is_never_clipped(bits: int, peak: float) -> None:
     decoded = quant.decode(quant.encode(x), BlockSpec(shape=(3,)))
     assert decoded.isfinite().all()
     torch.testing.assert_close(decoded, x, rtol=2.0**-22, atol=2.0**-149 * quant.levels)
+
+
+# --- block casts ----------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_is_sign_exponent_mantissa_of_bias_7() -> None:
+    # Steps of 2 between 16 and 32; below 2^-6 steps of 2^-9. Ties go to the even code.
+    x = torch.tensor([448.0, 1.0, -17.0, 19.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-6, -0.0])
+    codes = bytes([0x7E, 0x38, 0xD8, 0x5A, 0x01, 0x00, 0x02, 0x08, 0x80])
+    assert raw(BlockCast().encode(x)) == floats(1.0) + codes + b"\0\0\0"
+    assert raw(BlockCast().encode(x * 0.5)) == floats(0.5) + codes + b"\0\0\0"
+
+
+def test_e5m2_is_the_upper_half_of_float16() -> None:
+    x = torch.tensor([-57344.0, 1.0, 1.125, 1.375, 2.0**-16, 2.0**-17, 0.0])
+    codes = bytes([0xFB, 0x3C, 0x3C, 0x3E, 0x01, 0x00, 0x00])
+    assert raw(BlockCast(format="e5m2").encode(x)) == floats(1.0) + codes + b"\0"
+
+
+def test_e3m0_is_a_power_of_two_two_to_a_byte() -> None:
+    # Half-way between powers of two, and between 0 and 2^-6, the even code.
+    x = torch.tensor([1.0, -0.5, 2.0**-6, 0.75, 0.375, -0.01, 2.0**-7, -0.0])
+    codes = [7, 8 | 6, 1, 6, 6, 8 | 1, 0, 8]
+    packed = bytes([codes[j] | codes[j + 4] << 4 for j in range(4)])
+    assert raw(BlockCast(format="e3m0").encode(x)) == floats(1.0) + packed
+    assert raw(BlockCast(format="e3m0").encode(x * 3)) == floats(3.0) + packed
+
+
+def test_e3m0_codes_are_those_of_natural_dithering() -> None:
+    x, key, spec = torch.randn(999), Key(1), BlockSpec(shape=(999,))
+    natural = NaturalDithering(bits=4, block=512)
+    data = natural.encode(x, key)
+    assert torch.equal(BlockCast(format="e3m0").decode(data, spec), natural.decode(data, spec))
 
 
 # --- dithering ------------------------------------------------------------------------------------------------------
@@ -658,6 +799,9 @@ def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
         (BlockQuant(bits=4), 513, 2 * 4 + 256 + 1 + 3),
         (BlockQuant(bits=7), 65536, 128 * 4 + 7 * 8192),
         (BlockQuant(bits=7), 515, 2 * 4 + 448 + (2 + 1 + 1)),
+        (BlockCast(), 65536, 128 * 4 + 65536),
+        (BlockCast(format="e5m2", block=64), 65, 2 * 4 + 65 + 3),
+        (BlockCast(format="e3m0"), 513, 2 * 4 + 256 + 1 + 3),
         (LinearDithering(bits=5), 65536, 4 + 5 * 8192),
         (LinearDithering(bits=4, norm="l2", block=512), 513, 2 * 4 + 256 + 1 + 3),
         (NaturalDithering(bits=3), 1000, 4 + 250 + 125 + 1),
@@ -671,9 +815,12 @@ def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
         (MinMax(bits=1, block=512), 65536, 128 * 8 + 8192),
         (MinMax(bits=4, rule="bagua", block=512), 513, 2 * 8 + 256 + 1 + 3),
         (OneBit(), 65536, 4 + 8192),
+        (Sign(), 65, 9 + 3),
         (TopK(density=0.01), 65536, 655 * 4),
         (TopK(density=0.001, value_dtype=torch.float32), 65536, 65 * 6 + 2),
         (LowRank(rank=4), 65536, 4 + 2 * (1 + 65536) + 2),
+        (Compose(first=TopK(value_dtype=torch.float32), then=BlockQuant()), 65536, 2 * 4 + 655 + 1 + 655 * 2 + 2),
+        (Scaled(inner=NaturalDithering(bits=3)), 1000, 4 + 250 + 125 + 1),
         (RandomK(density=0.01), 65536, 655 * 2 + 2),
         (RandomK(density=0.01, block=64), 65536, 10 * 64 * 2),
         (RandomK(density=0.01, rotating=True), 65536, 656 * 2),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.kernels.float_formats import FORMATS, FloatFormat
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.top_k_layout import NATURAL, VALUE_DTYPES, payload_nbytes, top_k_layout
 from thinwire.random import Key
@@ -77,6 +78,16 @@ def block_quant(bits: int, block: int, stochastic: bool, rotation: int = 0) -> K
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}{f'-rotation{rotation}' * bool(rotation)}"
     settings = {**decode_settings, "stochastic": stochastic}
     return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=not rotation)
+
+
+def block_cast(format: FloatFormat, block: int) -> Kind:
+    """Return the kind for any block size."""
+    settings = {"format": format, "block": block}
+
+    def nbytes(n: int) -> int:
+        return 4 * -(-n // block) + codes_nbytes(n, FORMATS[format].bits, block)
+
+    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings, on_cuda=False)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -231,10 +242,12 @@ KINDS = [
     *(min_max(bits, block) for bits, block in ((1, 0), (1, 33), (2, 512), (4, 0), (5, 2000), (8, 512), (8, 1))),
     *(min_max(bits, block, stochastic=True) for bits, block in ((1, 512), (3, 0), (4, 33), (8, 2000))),
     *(min_max(bits, block, bagua=True) for bits, block in ((2, 33), (4, 0), (7, 2000), (8, 512), (8, 0))),
+    *(block_cast(format, block) for format in FORMATS for block in (33, 512, 2000)),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
     ),
+    Kind("sign", "sign", lambda n: -(-n // 8), on_cuda=False),
     *(_top_k(dtype, label, num_kept) for dtype in VALUE_DTYPES for label, num_kept in _KEPT.items()),
     *(
         _top_k(dtype, label, _KEPT[label], selection, chunked)

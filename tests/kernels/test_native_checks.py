@@ -80,6 +80,10 @@ def test_settings_out_of_range(native: ModuleType) -> None:
         native.decode_block_quant([DecodeJob(out, x)], bits=8, block=512, rotation=64)
     with pytest.raises(ValueError, match="a block that it divides, got 128 and 64"):
         native.encode_block_quant([EncodeJob(x, out)], bits=8, block=64, stochastic=False, rotation=128)
+    with pytest.raises(ValueError, match="expected a format of e4m3, e5m2, e3m0"):
+        native.encode_block_cast([EncodeJob(x, out)], format="e2m1", block=512)
+    with pytest.raises(ValueError, match="block of at least 1"):
+        native.decode_block_cast([DecodeJob(out, x)], format="e4m3", block=0)
     with pytest.raises(ValueError, match="dithering: expected 2 to 8 bits"):
         native.encode_dither([EncodeJob(x, out, key=KEY)], bits=1, block=0, natural=False, l2=False)
     with pytest.raises(ValueError, match="block of at least 0"):

@@ -2,8 +2,10 @@
 
 from thinwire.compressors.base import Compressor as Compressor
 from thinwire.compressors.block import BlockQuant as BlockQuant
+from thinwire.compressors.block_cast import BlockCast as BlockCast
 from thinwire.compressors.cast import Cast as Cast
 from thinwire.compressors.cast import Identity as Identity
+from thinwire.compressors.compose import Compose as Compose
 from thinwire.compressors.contract import Additive as Additive
 from thinwire.compressors.contract import Contract as Contract
 from thinwire.compressors.contract import Contractive as Contractive
@@ -19,7 +21,9 @@ from thinwire.compressors.lowrank import LowRank as LowRank
 from thinwire.compressors.min_max import MinMax as MinMax
 from thinwire.compressors.natural import NaturalCompression as NaturalCompression
 from thinwire.compressors.random_k import RandomK as RandomK
+from thinwire.compressors.scaled import Scaled as Scaled
 from thinwire.compressors.sign import OneBit as OneBit
+from thinwire.compressors.sign import Sign as Sign
 from thinwire.compressors.sparse import TopK as TopK
 from thinwire.compressors.terngrad import TernGrad as TernGrad
 from thinwire.compressors.top_chunks import TopKC as TopKC

@@ -1,6 +1,8 @@
 """What a compressor promises about its error. Tests hold every compressor to it; feedback rules follow from it."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +73,23 @@ def dither_omega(numel: int, smallest_level: float, norm: Literal["max", "l2"], 
     a = math.sqrt(d) * smallest_level
     v = max(base, a / 2 - 1)
     return v + a**2 / (4 * (1 + v))
+
+
+def nearest_delta(levels: Sequence[float], numel: int) -> float:
+    """Return the largest delta that holds for every block of d values rounded to the nearest of `levels`, ascending.
+
+    The largest value lies on the largest level F. The worst that the d - 1 others can do is to lie half-way between the
+    same two neighbours l < h: a block's error is e^2 - (1 - delta) x^2 summed over its values, and each value by itself
+    makes the most of it there.
+
+        1 - delta = max over l < h of  (d - 1) (h - l)^2 / 4 / (F^2 + (d - 1) (h + l)^2 / 4)
+    """
+    others = numel - 1
+    worst = max(
+        others * (high - low) ** 2 / 4 / (levels[-1] ** 2 + others * (high + low) ** 2 / 4)
+        for low, high in itertools.pairwise(levels)
+    )
+    return 1 - worst
 
 
 Contract = Unbiased | Contractive | Additive | NoContract

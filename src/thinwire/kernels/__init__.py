@@ -19,6 +19,7 @@ from thinwire.kernels.jobs import DecodeJob as DecodeJob
 from thinwire.kernels.jobs import EncodeBatch as EncodeBatch
 from thinwire.kernels.jobs import EncodeJob as EncodeJob
 from thinwire.kernels.jobs import ReduceJob as ReduceJob
+from thinwire.kernels.jobs import VoteJob as VoteJob
 
 
 @functools.cache
@@ -55,7 +56,9 @@ def _on_cuda() -> types.ModuleType:
         ) from error
 
 
-def serving(jobs: Sequence[EncodeJob] | Sequence[DecodeJob] | Sequence[ReduceJob]) -> types.ModuleType:
+def serving(
+    jobs: Sequence[EncodeJob] | Sequence[DecodeJob] | Sequence[ReduceJob] | Sequence[VoteJob],
+) -> types.ModuleType:
     """Return the module that holds the kernels for the device of the jobs' tensors."""
     if not jobs:
         return active()

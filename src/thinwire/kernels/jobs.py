@@ -46,6 +46,15 @@ class ReduceJob(NamedTuple):
     counts: tuple[int, int] = (1, 1)  # how many blocks have gone into `acc` and into `data`
 
 
+class VoteJob(NamedTuple):
+    """Write into `out`, a bitmap, what most of `rows` say of each of `numel` elements; `key` draws the ties."""
+
+    rows: Sequence[Tensor]  # each (at least ceil(numel / 8),) uint8
+    out: Tensor  # likewise; zeros beyond numel
+    numel: int
+    key: Key | None = None  # None: a tie is 0
+
+
 class Batch:
     """Jobs that recur: their encoded blocks lie at fixed places of `buffer`, which may be another one each time.
 

@@ -14,6 +14,8 @@ from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
 from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.native_block_cast import decode_block_cast as decode_block_cast
+from thinwire.kernels.native_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
 from thinwire.kernels.native_global import decode_global_exponential as decode_global_exponential
@@ -29,6 +31,9 @@ from thinwire.kernels.native_natural import decode_natural as decode_natural
 from thinwire.kernels.native_natural import encode_natural as encode_natural
 from thinwire.kernels.native_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.native_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.native_sign import decode_sign as decode_sign
+from thinwire.kernels.native_sign import encode_sign as encode_sign
+from thinwire.kernels.native_sign import majority_vote as majority_vote
 from thinwire.kernels.native_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.native_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.native_top_chunks import decode_top_chunks as decode_top_chunks

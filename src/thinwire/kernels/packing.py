@@ -61,6 +61,13 @@ def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.de
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
 
 
+def check_bytes(data: Tensor, nbytes: int, name: str) -> None:
+    """Raise unless `data` holds that many bytes."""
+    check_tensor(data, torch.uint8, name, None)
+    if data.numel() < nbytes:
+        raise WireError(f"{name}: expected at least {nbytes} bytes, got {data.numel()}")
+
+
 def flags(finite: bytes) -> list[bool]:
     """Return what an encoder says of each job: whether all was finite."""
     return [flag != 0 for flag in finite]
@@ -204,6 +211,11 @@ def min_max_nbytes(bits: int, block: int) -> PayloadNbytes:
 def one_bit_nbytes(n: int, _: int) -> int:
     """Return the payload of `encode_one_bit`."""
     return 4 + -(-n // 8)
+
+
+def bitmap_nbytes(n: int, _: int) -> int:
+    """Return the payload of `encode_sign`."""
+    return -(-n // 8)
 
 
 @functools.cache

@@ -17,6 +17,8 @@ from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
 from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.reference_block_cast import decode_block_cast as decode_block_cast
+from thinwire.kernels.reference_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
 from thinwire.kernels.reference_global import decode_global_exponential as decode_global_exponential
@@ -33,6 +35,9 @@ from thinwire.kernels.reference_natural import encode_natural as encode_natural
 from thinwire.kernels.reference_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.reference_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.reference_rotate import rotate, unrotate
+from thinwire.kernels.reference_sign import decode_sign as decode_sign
+from thinwire.kernels.reference_sign import encode_sign as encode_sign
+from thinwire.kernels.reference_sign import majority_vote as majority_vote
 from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
 from thinwire.kernels.reference_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.reference_ternary import encode_ternary as encode_ternary

@@ -26,6 +26,10 @@ def _range_of(rows: Tensor) -> tuple[Tensor, Tensor]:
     return _ordered(lo).view(torch.float32), _ordered(hi).view(torch.float32)
 
 
+def _at_least_0(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0.0)
+
+
 @dataclass
 class _Affine:
     """Steps of (hi - lo) / N from lo on; lo and hi, (rows, 1), are sent as they are."""
@@ -35,11 +39,11 @@ class _Affine:
     levels: int  # N
 
     def __post_init__(self) -> None:
-        width = self.hi - self.lo
+        width = _at_least_0(self.hi - self.lo)  # foreign bytes may say otherwise
         tiny = (width > 0) & (width < 2.0**-100)  # N / width might overflow
         self.factor = torch.where(torch.isinf(width), 0.5, torch.where(tiny, 2.0**100, 1.0))
         self.base = self.lo * self.factor
-        width = self.hi * self.factor - self.base
+        width = _at_least_0(self.hi * self.factor - self.base)
         self.step = scale_of(width, self.levels)
         # A number over a tensor would be a product with its reciprocal.
         self.scale = torch.where(width > 0, torch.full_like(width, self.levels) / width, 0.0)

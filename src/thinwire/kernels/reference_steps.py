@@ -36,7 +36,7 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     return rows
 
 
-def max_scale(levels: int) -> float:
+def max_scale(levels: float) -> float:
     """Return the largest float32 s with `levels * s` still finite."""
     s = torch.tensor(FLOAT32_MAX, dtype=torch.float32) / levels
     while torch.isinf(s * levels):
@@ -44,7 +44,7 @@ def max_scale(levels: int) -> float:
     return float(s)
 
 
-def scale_of(largest: Tensor, levels: int) -> Tensor:
+def scale_of(largest: Tensor, levels: float) -> Tensor:
     """Return largest / levels, up one ulp where `levels` times it falls short, and at most `max_scale(levels)`."""
     scale = largest / levels
     scale = torch.where(scale * levels < largest, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)

@@ -1,0 +1,147 @@
+"""Compose: a sparse compressor whose values are compressed by another one."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.base import Compressor
+from thinwire.compressors.contract import Contract, Contractive, NoContract, Unbiased
+from thinwire.compressors.random_k import RandomK
+from thinwire.compressors.sparse import TopK
+from thinwire.errors import RecipeError
+from thinwire.kernels import DecodeJob, EncodeJob
+from thinwire.spec import BlockSpec
+from thinwire.wire import Layout
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(first: TopK | RandomK, then: Compressor, spec: BlockSpec) -> tuple[BlockSpec, int, int, int]:
+    """Return what is kept of a block, and the bytes of that as floats, as `then` sends it, and of what follows."""
+    layout = first.layout(spec)
+    kept, floats = BlockSpec(shape=layout["values"].shape), layout["values"].nbytes
+    return kept, floats, then.nbytes(kept), layout.nbytes - floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compose(Compressor):
+    r"""Sends the k values that `first` selects as `then` compresses them.
+
+    With S(x) the k values that are kept, in order of their indices:
+
+        C(x) = `first` with then(S(x)) in place of S(x).
+
+    `first` errs where nothing is kept and `then` where something is, so the squares add up. With ||S(x)||^2 at least
+    d_1 ||x||^2, C is Contractive with delta = d_1 d_2 where `then` is Contractive with d_2, and d_1 (1 - omega) on
+    average where it is Unbiased with an omega below 1 (over the k values); NoContract otherwise. For a larger omega use
+    `Scaled(inner=then)`.
+
+    Wire: the k values as `then` encodes a block of k, then what follows the values in `first`'s encoding: indices.
+
+    Args:
+        first: `TopK` or `RandomK`, with float32 values.
+        then: any compressor; one that draws no numbers behind `RandomK`, whose key all ranks share.
+
+    Raises:
+        RecipeError: others than these.
+
+    Example:
+        >>> from thinwire import BlockQuant
+        >>> q = Compose(first=TopK(k=2, value_dtype=torch.float32), then=BlockQuant(bits=8))
+        >>> spec = BlockSpec(shape=(5,))
+        >>> q.decode(q.encode(torch.tensor([0.1, 127.0, 0.2, -63.7, 0.3])), spec)
+        tensor([  0., 127.,   0., -64.,   0.])
+        >>> q.nbytes(spec)  # a scale, two codes, a bitmap, and padding
+        12
+
+    References:
+        Samuel Horvath, Chen-Yu Ho, Ludovit Horvath, Atal Narayan Sahu, Marco Canini, Peter Richtarik, "Natural
+        Compression for Distributed Deep Learning", 2022 (composition). Jue Wang et al., "CocktailSGD: Fine-tuning
+        Foundation Models over 500Mbps Networks", 2023 (top-k, then few bits).
+    """
+
+    first: TopK | RandomK
+    then: Compressor
+
+    def __post_init__(self) -> None:
+        if self.first.value_dtype != torch.float32:
+            raise RecipeError(f"Compose: expected TopK or RandomK with float32 values first, got {self.first}")
+        if self.then.shared_key or (self.first.shared_key and self.then.stochastic):
+            raise RecipeError(
+                f"Compose: expected a compressor that draws no numbers behind a shared key, got {self.then.recipe()}"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """Where one of both is."""
+        return self.first.stochastic or self.then.stochastic
+
+    @property
+    def shared_key(self) -> bool:
+        """As `first`."""
+        return self.first.shared_key
+
+    def _cut(self, spec: BlockSpec) -> tuple[BlockSpec, int, int, int]:
+        return _cut(self.first, self.then, spec)
+
+    def layout(self, spec: BlockSpec) -> Layout:
+        """The encoding by `then`, then the places, each padded to a multiple of 4 bytes."""
+        _, _, values, places = self._cut(spec)
+        return Layout.of(values=(torch.uint8, (values,)), places=(torch.uint8, (places,)))
+
+    def contract(self, spec: BlockSpec) -> Contract:
+        """See the class."""
+        match self.first.contract(spec), self.then.contract(self._cut(spec)[0]):
+            case Contractive() as first, Contractive() as then:
+                smallest, largest = max(first.smallest, then.smallest), min(first.largest, then.largest)
+                return Contractive(first.delta * then.delta, smallest, largest)
+            case Contractive() as first, Unbiased(omega) if omega < 1:
+                return Contractive(first.delta * (1 - omega), first.smallest, first.largest)
+            case first, then:
+                return NoContract(f"neither two contractions nor one with an omega below 1: {first}, {then}")
+
+    def recipe(self) -> str:
+        """`FIRST~THEN`, the float32 values of the first understood."""
+        first = [word for word in self.first.recipe().split(":") if word != "fp32"]
+        return f"{':'.join(first)}~{self.then.recipe()}"
+
+    def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
+        """Encode by `first`, its values by `then`, and add what that did not send to the residual at its places."""
+        jobs, cuts = list(jobs), [self._cut(spec) for spec in specs]
+        sparse = [job.out.new_empty(floats + places) for job, (_, floats, _, places) in zip(jobs, cuts, strict=True)]
+        finite = self.first.encode_jobs(
+            [job._replace(out=data) for job, data in zip(jobs, sparse, strict=True)], specs, threads=threads
+        )
+        values: list[EncodeJob] = []
+        for job, data, (_, floats, nbytes, _) in zip(jobs, sparse, cuts, strict=True):
+            kept = data[:floats].view(torch.float32)
+            left = None if job.residual is None else torch.full_like(kept, -0.0)  # adding it changes nothing
+            values.append(EncodeJob(kept, job.out[:nbytes], left, key=job.key))
+            job.out[nbytes:].copy_(data[floats:])
+        sent = self.then.encode_jobs(values, [kept for kept, *_ in cuts], threads=threads)
+        finite = [a and b for a, b in zip(finite, sent, strict=True)]
+        owed: list[tuple[DecodeJob, BlockSpec]] = []
+        for job, data, value, spec, ok in zip(jobs, sparse, values, specs, finite, strict=True):
+            if ok and job.residual is not None and value.residual is not None:
+                value.x.copy_(value.residual)
+                owed.append((DecodeJob(data, job.residual, 1.0, job.key), spec))
+        if owed:  # `first` left 0 there: float32 values are exact
+            self.first.decode_jobs([job for job, _ in owed], [spec for _, spec in owed], threads=threads)
+        return finite
+
+    def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
+        """Decode the values into an encoding by `first`, and that. Indices are checked before anything is written."""
+        jobs, cuts = list(jobs), [self._cut(spec) for spec in specs]
+        sparse: list[Tensor] = []
+        values: list[DecodeJob] = []
+        for job, (_, floats, nbytes, places) in zip(jobs, cuts, strict=True):
+            data = job.data.new_empty(floats + places)
+            data[floats:] = job.data[nbytes : nbytes + places]
+            sparse.append(data)
+            values.append(DecodeJob(job.data[:nbytes], data[:floats].view(torch.float32), key=job.key))
+        self.then.decode_jobs(values, [kept for kept, *_ in cuts], threads=threads)
+        self.first.decode_jobs(
+            [job._replace(data=data) for job, data in zip(jobs, sparse, strict=True)], specs, threads=threads
+        )

@@ -1,0 +1,121 @@
+"""Scaled: what an unbiased compressor sends, taken for a little less, so that error feedback may run over it."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.compressors.base import Compressor
+from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
+from thinwire.errors import RecipeError
+from thinwire.kernels import DecodeJob, EncodeJob
+from thinwire.spec import BlockSpec
+from thinwire.wire import Layout
+
+
+@functools.lru_cache(maxsize=4096)
+def _delta(inner: Compressor, spec: BlockSpec) -> float:
+    contract = inner.contract(spec)
+    assert isinstance(contract, Unbiased)
+    return 1 / (1 + contract.omega)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled(Compressor):
+    r"""Makes a contraction of an unbiased compressor.
+
+    With C = `inner` and its omega on the block:
+
+        C'(x) = C(x) / (1 + omega).
+
+    Contractive on average, with delta = 1 / (1 + omega): E ||C'(x) - x||^2 = (E ||C(x)||^2 - ||x||^2) / (1 + omega)^2 +
+    (omega / (1 + omega))^2 ||x||^2, which is at most omega / (1 + omega) ||x||^2. Unscaled, an unbiased kind of omega
+    above 1 diverges under feedback.
+
+    Wire: that of `inner`. The factor, a float32, is applied by who decodes.
+
+    Args:
+        inner: an unbiased compressor that rounds; `RandomK` is a contraction where it is not `scaled`.
+
+    Raises:
+        RecipeError: `inner` is not unbiased, or shares its key.
+
+    Example:
+        >>> from thinwire import LinearDithering
+        >>> from thinwire.random import Key
+        >>> q, spec = Scaled(inner=LinearDithering(bits=2)), BlockSpec(shape=(4,))
+        >>> q.contract(spec).delta
+        0.6666666666666666
+        >>> q.decode(q.encode(torch.tensor([3.0, 0.0, -3.0, 3.0]), Key(1)), spec)
+        tensor([ 2.,  0., -2.,  2.])
+
+    References:
+        Jinda Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
+        Training", 2024 (the remark that scaling makes unbiased compressors contractive).
+    """
+
+    inner: Compressor
+
+    def __post_init__(self) -> None:
+        contract = self.inner.contract(BlockSpec(shape=(65536,)))
+        if not isinstance(contract, Unbiased):
+            raise RecipeError(f"Scaled: expected an unbiased compressor, got {self.inner.recipe()}: {contract}")
+        if self.inner.shared_key:
+            raise RecipeError(
+                f"Scaled: expected a compressor without a shared key, got {self.inner.recipe()}; leave out its "
+                "`scaled`, and it is a contraction"
+            )
+
+    @property
+    def stochastic(self) -> bool:
+        """As `inner`."""
+        return self.inner.stochastic
+
+    def layout(self, spec: BlockSpec) -> Layout:
+        """That of `inner`."""
+        return self.inner.layout(spec)
+
+    def _delta(self, spec: BlockSpec) -> float:
+        return _delta(self.inner, spec)
+
+    def contract(self, spec: BlockSpec) -> Contract:
+        """See the class."""
+        return Contractive(self._delta(spec), smallest=SMALLEST_NORMAL)
+
+    def recipe(self) -> str:
+        """`scaled:` and the recipe of `inner`."""
+        return f"scaled:{self.inner.recipe()}"
+
+    def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
+        """Form q where the residual was, encode it, and take out of it what was sent."""
+        plain: list[EncodeJob] = []
+        sent: list[DecodeJob] = []
+        for job, spec in zip(jobs, specs, strict=True):
+            if job.residual is None:
+                plain.append(job)
+                continue
+            q = job.residual.mul_(job.residual_scale).add_(job.x)
+            plain.append(EncodeJob(q, job.out, key=job.key))
+            sent.append(DecodeJob(job.out, q, -self._delta(spec)))
+        finite = self.inner.encode_jobs(plain, specs, threads=threads)
+        if sent:
+            # Of blocks that are not finite the bytes and the residual mean nothing; they still decode.
+            kept = [spec for job, spec in zip(jobs, specs, strict=True) if job.residual is not None]
+            self.inner.decode_jobs(sent, kept, threads=threads)
+        return finite
+
+    def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
+        """Decode, then multiply, then multiply by alpha: each is a rounding. With alpha 1 one pass does it."""
+        inner: list[DecodeJob] = []
+        for job, spec in zip(jobs, specs, strict=True):
+            if job.alpha == 1.0:
+                inner.append(job._replace(alpha=self._delta(spec)))
+            else:
+                inner.append(job._replace(out=job.out if job.alpha is None else torch.empty_like(job.out), alpha=None))
+        self.inner.decode_jobs(inner, specs, threads=threads)
+        for job, plain, spec in zip(jobs, inner, specs, strict=True):
+            if plain.alpha is None:
+                plain.out.mul_(self._delta(spec))
+                if job.alpha is not None:
+                    job.out.add_(plain.out.mul_(job.alpha))
