@@ -1,4 +1,4 @@
-"""Lets tests import `alone`, which the import mode does not find by itself."""
+"""Lets tests import `table` and its like, which the import mode does not find by itself."""
 
 import sys
 from pathlib import Path

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.reference_steps import deliver, tree_sum
+from thinwire.kernels.reference_steps import deliver, sqrt, tree_sum
 from thinwire.random import Key, uniform
 
 ErrorForm = Literal["local", "aggregated"]
@@ -88,7 +88,7 @@ def orthogonalise_(p: Tensor) -> Tensor:
             column, rest = columns[..., k : k + 1, :], columns[..., k + 1 :, :]
             square = tree_sum(column * column)[..., None]  # (..., 1, 1)
             new = square > before[..., k : k + 1, None] * _DEPENDENT**2  # false for nan
-            unit = torch.where(new, column / torch.where(new, square, 1.0).sqrt(), 0.0)
+            unit = torch.where(new, column / sqrt(torch.where(new, square, 1.0)), 0.0)
             column.copy_(unit)
             rest -= tree_sum(rest * unit)[..., None] * unit
     return p.copy_(columns.mT)

@@ -38,7 +38,7 @@ from thinwire.kernels.reference_rotate import rotate, unrotate
 from thinwire.kernels.reference_sign import decode_sign as decode_sign
 from thinwire.kernels.reference_sign import encode_sign as encode_sign
 from thinwire.kernels.reference_sign import majority_vote as majority_vote
-from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, tree_sum, with_residual
+from thinwire.kernels.reference_steps import deliver, finish, in_blocks, scale_of, sqrt, tree_sum, with_residual
 from thinwire.kernels.reference_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.reference_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.reference_top_chunks import decode_top_chunks as decode_top_chunks
@@ -146,7 +146,7 @@ def encode_one_bit(jobs: Sequence[EncodeJob], *, rms: bool, threads: int = 1) ->
         wide = q.to(torch.float64)
         total = tree_sum(wide * wide if rms else wide.abs())
         mean = total / max(n, 1)
-        scale = (mean.sqrt() if rms else mean).to(torch.float32)
+        scale = (sqrt(mean) if rms else mean).to(torch.float32)
         negative = q < 0
         padded = torch.zeros(-(-n // 8) * 8, dtype=torch.uint8, device=q.device)
         padded[:n] = negative

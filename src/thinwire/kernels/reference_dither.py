@@ -13,6 +13,7 @@ from thinwire.kernels.reference_steps import (
     finish,
     in_blocks,
     scale_of,
+    sqrt,
     tree_sum,
     with_residual,
 )
@@ -79,7 +80,7 @@ def encode_dither(
         n, rows = q.numel(), in_blocks(q, block)
         u = in_blocks(uniform(job.key, n, q.device), block)
         if l2:
-            norm = tree_sum(rows.to(torch.float64).square()).sqrt().to(torch.float32)
+            norm = sqrt(tree_sum(rows.to(torch.float64).square())).to(torch.float32)
             scale = norm.clamp(max=FLOAT32_MAX)[:, None]
         else:
             scale = rows.abs().amax(dim=1, keepdim=True)

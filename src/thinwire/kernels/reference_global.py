@@ -11,7 +11,16 @@ from torch import Tensor
 
 from thinwire.kernels.jobs import DecodeJob, EncodeJob, ReduceJob
 from thinwire.kernels.reference_dither import natural_codes, natural_values
-from thinwire.kernels.reference_steps import FLOAT32_MAX, deliver, finish, in_blocks, scale_of, tree_sum, with_residual
+from thinwire.kernels.reference_steps import (
+    FLOAT32_MAX,
+    deliver,
+    finish,
+    in_blocks,
+    scale_of,
+    sqrt,
+    tree_sum,
+    with_residual,
+)
 from thinwire.random import uniform
 
 SMALLEST_SQUARE = 2.0**-126
@@ -35,14 +44,14 @@ def shared_norms(jobs: Sequence[EncodeJob], *, block: int, l2: bool, squared: bo
         if squared:
             norms = torch.where(squares > 0, squares.to(torch.float32).clamp(min=SMALLEST_SQUARE), 0.0)
         else:
-            norms = squares.sqrt().to(torch.float32).clamp(max=FLOAT32_MAX)
+            norms = sqrt(squares).to(torch.float32).clamp(max=FLOAT32_MAX)
         job.shared.copy_(torch.where(rows.isfinite().all(dim=1), norms, torch.inf))
 
 
 def _norm(shared: Tensor | None, squared: bool) -> tuple[Tensor, bool]:
     """Return M, and whether there is one: a message in which a norm is not finite was flagged."""
     assert shared is not None, "the scale is shared: it needs a place"
-    norm = shared.sqrt() if squared else shared
+    norm = sqrt(shared) if squared else shared
     good = bool((norm >= 0) & norm.isfinite())
     return norm if good else torch.zeros_like(norm), good
 

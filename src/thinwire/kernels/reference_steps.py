@@ -1,5 +1,6 @@
 """Steps that several reference kernels share."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,11 @@ def tree_sum(x: Tensor) -> Tensor:
             return x[..., 0]
 
 
+def sqrt(x: Tensor) -> Tensor:
+    """Return the root, correctly rounded as IEEE 754 asks; torch's own on the CPU may be the neighbouring number."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.is_cpu else x.sqrt()
+
+
 def in_blocks(x: Tensor, block: int) -> Tensor:
     """Return `x` as rows of `block` elements, the last one padded with zeros; `block` = 0 is one row."""
     width = block or max(x.numel(), 1)
@@ -46,7 +52,7 @@ def max_scale(levels: float) -> float:
 
 def scale_of(largest: Tensor, levels: float) -> Tensor:
     """Return largest / levels, up one ulp where `levels` times it falls short, and at most `max_scale(levels)`."""
-    scale = largest / levels
+    scale = largest / torch.full_like(largest, levels)  # on CUDA, `/ levels` would be a product with its reciprocal
     scale = torch.where(scale * levels < largest, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     return scale.clamp(max=max_scale(levels))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.reference_steps import deliver, finish, in_blocks, tree_sum, with_residual
+from thinwire.kernels.reference_steps import deliver, finish, in_blocks, sqrt, tree_sum, with_residual
 from thinwire.kernels.ternary import NUM_BYTES, pack_ternary, refuse, ternary_nbytes, unpack_ternary
 from thinwire.random import uniform
 
@@ -17,7 +17,7 @@ def _scales(q: Tensor, block: int, clip: float) -> Tensor:
     scale = rows.abs().amax(dim=1, keepdim=True)
     if clip:
         counts = in_blocks(torch.ones_like(q, dtype=torch.float64), block).sum(dim=1)
-        sigma = (tree_sum(rows.to(torch.float64).square()) / counts).sqrt()
+        sigma = sqrt(tree_sum(rows.to(torch.float64).square()) / counts)
         scale = torch.minimum(scale, (sigma * clip).to(torch.float32)[:, None])
     return scale
 
