@@ -31,7 +31,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 def sqrt(x: Tensor) -> Tensor:
     """Return the root, correctly rounded as IEEE 754 asks; torch's own on the CPU may be the neighbouring number."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.is_cpu else x.sqrt()
+    return torch.from_numpy(np.asarray(np.sqrt(x.numpy()))) if x.is_cpu else x.sqrt()
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:
