@@ -93,7 +93,7 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
 def natural(bits: int) -> Kind:
     """Return the kind of 8 bits, or of 9: a byte and a bit."""
     settings = {"bits": bits}
-    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings, on_cuda=False)
+    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings)
 
 
 def ternary(block: int, clip: float) -> Kind:

@@ -33,6 +33,7 @@ FEW = {
     *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+    *("cnat8", "cnat9"),
 }
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]
 STOCHASTIC = [kind for kind in (SOME if INTERPRETED else KINDS) if kind.stochastic or kind.name == "random_k"]
@@ -206,6 +207,11 @@ def test_every_code_decodes(kernels: ModuleType) -> None:
         kernels.decode_dither([DecodeJob(data.to(DEVICE), got)], bits=kind, block=512, natural=True)
         reference.decode_dither([DecodeJob(data, want)], bits=kind, block=512, natural=True)
         assert torch.equal(bits(got.cpu()), bits(want))
+    for kind in (8, 9):
+        data, got, want = torch.arange(288).to(torch.uint8), torch.zeros(256, device=DEVICE), torch.zeros(256)
+        kernels.decode_natural([DecodeJob(data.to(DEVICE), got)], bits=kind)
+        reference.decode_natural([DecodeJob(data, want)], bits=kind)
+        assert torch.equal(bits(got.cpu().nan_to_num(0.5)), bits(want.nan_to_num(0.5)))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
