@@ -76,7 +76,7 @@ def block_quant(bits: int, block: int, stochastic: bool, rotation: int = 0) -> K
     decode_settings = {"bits": bits, "block": block, **({"rotation": rotation} if rotation else {})}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}{f'-rotation{rotation}' * bool(rotation)}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=not rotation)
+    return Kind(label, "block_quant", nbytes, settings, decode_settings)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:

@@ -2,7 +2,7 @@
 
 A program works on ROWS blocks, WIDTH columns at a time, and leaves a code a byte: in place for 8 bits, else beside, for
 `pack_codes`. A block, however long, is one program's. Norms are summed before, by programs of their own. Decoding is
-one flat pass. (8 and 4 bits by the largest magnitude have faster kernels in triton_block_quant.py.)
+one flat pass. (8 and 4 bits by the largest magnitude, not rotated, have faster kernels in triton_block_quant.py.)
 """
 
 import torch
@@ -23,12 +23,14 @@ from thinwire.kernels.triton_elements import (
     job_and_tile,
     leave,
     magnitude,
+    only_if,
     output_of,
     pointer_to,
     zero_padding,
 )
 from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, OFFSET, RESIDUAL, Table, X, jobs_kernel
 from thinwire.kernels.triton_philox import uniform
+from thinwire.kernels.triton_rotate import rotate, unrotate
 from thinwire.kernels.triton_tree_sum import CHUNK, to_one_chunk, tree_sum
 from thinwire.wire import align
 
@@ -114,6 +116,7 @@ def _encode(
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
     L2: tl.constexpr,
+    ROTATION: tl.constexpr,
     SUMS: tl.constexpr,
     CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -142,6 +145,8 @@ def _encode(
         for start in range(0, BLOCK, WIDTH):
             i = start + tl.arange(0, WIDTH)[None, :]
             q = form_q(x, residual, has_residual, residual_scale, begin + i, (i < BLOCK) & (begin + i < end))
+            if ROTATION:
+                q = rotate(q, begin + i, end, ROWS * WIDTH, ROTATION)
             peak = tl.maximum(peak, tl.max(magnitude(q), axis=1, keep_dims=True))
         flag_non_finite(flags, job, tl.max(peak))
         scale = tl.where(peak < INF_BITS, peak, 0).to(tl.float32, bitcast=True)
@@ -168,12 +173,18 @@ def _encode(
             value = _natural_value(code, negative, scale, LEVELS)
             byte = tl.where(negative, code + LEVELS + 1, code)
         else:
-            y = tl.div_rn(q, divisor)
+            rotated = q
+            if ROTATION:
+                rotated = rotate(q, place, end, ROWS * WIDTH, ROTATION)
+            y = tl.div_rn(rotated, divisor)
             if RULE == "stochastic":  # no denormal reaches the floor: u has 17 bits below the point
                 y = tl.floor(y + uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED))
             shifted = shifted_code(y, LEVELS)
             value = (shifted - SHIFT) * scale
             byte = shifted.to(tl.int32, bitcast=True) & 0xFF
+        if ROTATION:
+            value = unrotate(value, place, end, ROWS * WIDTH, ROTATION)
+            flag_non_finite(flags, job, tl.max(tl.where(only_if(mask, has_residual), magnitude(q - value), 0)))
         leave(residual, has_residual, place, mask, q - value)
         tl.store(to + place, byte.to(tl.uint8), mask=mask)
     scales = (out + 4 * first_block).to(tl.pointer_type(tl.float32))
@@ -191,6 +202,7 @@ def _decode(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     NATURAL: tl.constexpr,
+    ROTATION: tl.constexpr,
     REGULAR: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -217,6 +229,8 @@ def _decode(
         value = _natural_value(code & LEVELS, code > LEVELS, scale, LEVELS)
     else:
         value = ((code ^ (LEVELS + 1)) - (LEVELS + 1)).to(tl.float32) * scale
+    if ROTATION:
+        value = unrotate(value, place, left, TILE, ROTATION)
     deliver(out, alpha, accumulate, place, mask, value)
 
 
@@ -225,8 +239,8 @@ def chunked(table: Table, block: int) -> bool:
     return table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
 
 
-def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = False) -> None:
-    """Write a scale a block and the codes. `rule` is nearest, stochastic or natural."""
+def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = False, rotation: int = 0) -> None:
+    """Write a scale a block and the codes. `rule` is nearest, stochastic or natural; `rotation` not for that."""
     n, levels = max(table.most(ENCODE_N), 1), 2 ** (bits - 1) - 1
     num_blocks = triton.cdiv(n, block)
     regular = table.any_bits(X, RESIDUAL, ENCODE_N) % 16 == 0 and block % 16 == 0
@@ -244,6 +258,7 @@ def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = 
         BLOCK=block,
         RULE=rule,
         L2=l2,
+        ROTATION=rotation,
         SUMS=triton.next_power_of_2(num_sums),
         CHUNKED=chunked(table, block) and rule != "nearest",
         ROWS=TILE // width,
@@ -266,8 +281,8 @@ def _sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -
     return to_one_chunk(table, sums, num_blocks, num_chunks)
 
 
-def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False) -> None:
-    """Set value = level of the code, times the scale of its block."""
+def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False, rotation: int = 0) -> None:
+    """Set value = level of the code, times the scale of its block, rotated back."""
     table.launch(
         _decode,
         max(1, triton.cdiv(table.most(DECODE_N), TILE)),
@@ -275,6 +290,7 @@ def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False)
         BLOCK=block,
         SPAN=packed_nbytes(block, bits),
         NATURAL=natural,
+        ROTATION=rotation,
         REGULAR=table.any_bits(DECODE_OUT, DECODE_N) % 16 == 0,
         TILE=TILE,
     )
