@@ -115,7 +115,7 @@ def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False
 
     label = f"min_max{bits}-{block or 'partition'}-{'bagua' if bagua else 'affine'}{'-stochastic' * stochastic}"
     settings = {"bits": bits, "block": block, "bagua": bagua}
-    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings, on_cuda=False)
+    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings)
 
 
 def _top_k(

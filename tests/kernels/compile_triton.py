@@ -30,6 +30,7 @@ LABELS = {
     *("linear5-512-l2", "linear7-partition-max", "natural7-partition-l2", "natural8-2000-max", "one_bit-rms"),
     *("top_k-float32-percent", "top_k-bfloat16-half", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+    *("min_max3-partition-affine-stochastic", "min_max8-512-affine", "min_max7-2000-bagua"),
     *("cnat8", "cnat9", "int8-512-nearest-rotation32", "int7-128-stochastic-rotation128"),
 }
 TYPES = {

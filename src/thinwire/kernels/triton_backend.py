@@ -16,6 +16,8 @@ from thinwire.kernels.triton_cast import decode_cast as decode_cast
 from thinwire.kernels.triton_cast import encode_cast as encode_cast
 from thinwire.kernels.triton_dither import decode_dither as decode_dither
 from thinwire.kernels.triton_dither import encode_dither as encode_dither
+from thinwire.kernels.triton_min_max import decode_min_max as decode_min_max
+from thinwire.kernels.triton_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.triton_natural import decode_natural as decode_natural
 from thinwire.kernels.triton_natural import encode_natural as encode_natural
 from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit

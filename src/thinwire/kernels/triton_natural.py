@@ -1,7 +1,7 @@
 """Natural compression: a power of two a value, chosen by chance; reference_natural.py defines which.
 
 Nine bits are a byte and, behind all bytes, a bit of sign: packed byte j holds the signs of elements j, j + h, j + 2h,
-..., h = ceil(n / 8). So a program works on the elements of some packed bytes; for eight bits there is one plane of them.
+..., h = ceil(n / 8). So a program works on the elements of some packed bytes; eight bits are one plane of them.
 """
 
 from collections.abc import Sequence

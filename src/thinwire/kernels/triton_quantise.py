@@ -234,6 +234,14 @@ def _decode(
     deliver(out, alpha, accumulate, place, mask, value)
 
 
+def block_of(block: int, longest: int) -> int:
+    """Return the length of a block; `block` = 0 is the whole partition, one block that is at least as long.
+
+    That length is rounded up, so that few lengths are compiled.
+    """
+    return block or 1 << max(longest - 1, 0).bit_length()
+
+
 def chunked(table: Table, block: int) -> bool:
     """Return whether every block begins with a chunk of random numbers."""
     return table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
