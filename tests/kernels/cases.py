@@ -104,7 +104,7 @@ def ternary(block: int, clip: float) -> Kind:
         return 4 * -(-n // width) + n // width * -(-width // 5) + -(-(n % width) // 5)
 
     label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
-    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}, on_cuda=False)
+    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block})
 
 
 def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False) -> Kind:

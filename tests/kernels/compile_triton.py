@@ -31,7 +31,14 @@ LABELS = {
     *("top_k-float32-percent", "top_k-bfloat16-half", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
     *("min_max3-partition-affine-stochastic", "min_max8-512-affine", "min_max7-2000-bagua"),
-    *("cnat8", "cnat9", "int8-512-nearest-rotation32", "int7-128-stochastic-rotation128"),
+    *(
+        "cnat8",
+        "cnat9",
+        "int8-512-nearest-rotation32",
+        "int7-128-stochastic-rotation128",
+        "ternary-512",
+        "ternary-partition-clip2.5",
+    ),
 }
 TYPES = {
     **{torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint16: "*u16", torch.uint8: "*u8"},

@@ -1,7 +1,7 @@
 """The Triton kernels for CUDA tensors, with the functions and the bytes of reference.py.
 
-All jobs of a call are one launch, or a few. Encoders and top-k's decoder wait for the device once, at their end; the
-other decoders do not wait. `threads` is what the other backends take, and changes nothing here.
+All jobs of a call are one launch, or a few. Encoders and the decoders of top-k and of ternary codes wait for the device
+once, at their end; the other decoders do not wait. `threads` is what the other backends take, and changes nothing here.
 """
 
 from typing import NoReturn
@@ -24,6 +24,8 @@ from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit
 from thinwire.kernels.triton_one_bit import encode_one_bit as encode_one_bit
 from thinwire.kernels.triton_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.triton_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.triton_ternary import decode_ternary as decode_ternary
+from thinwire.kernels.triton_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.triton_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
 

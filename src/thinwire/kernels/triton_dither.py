@@ -23,7 +23,7 @@ def encode_dither(
     device = jobs[0].x.device
     table = Table.of_encode(packing.pack_encode(jobs, packing.dither_nbytes(bits, block), device=device), device)
     rule = "natural" if natural else "stochastic"
-    encode_blocks(table, bits=bits, block=block_of(block, table.most(ENCODE_N)), rule=rule, l2=l2)
+    encode_blocks(table, bits=bits, block=block_of(block, table.most(ENCODE_N)), rule=rule, norm="l2" if l2 else "max")
     return table.finite()
 
 

@@ -1,9 +1,11 @@
-"""Block quantisers of any width: a scale a block, from its largest magnitude or its L2 norm, then codes.
+"""Block quantisers of any width: a scale a block, from its largest magnitude or its norm, then codes.
 
 A program works on ROWS blocks, WIDTH columns at a time, and leaves a code a byte: in place for 8 bits, else beside, for
 `pack_codes`. A block, however long, is one program's. Norms are summed before, by programs of their own. Decoding is
 one flat pass. (8 and 4 bits by the largest magnitude, not rotated, have faster kernels in triton_block_quant.py.)
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -115,7 +117,8 @@ def _encode(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
-    L2: tl.constexpr,
+    NORM: tl.constexpr,
+    CLIP: tl.constexpr,
     ROTATION: tl.constexpr,
     SUMS: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -134,13 +137,19 @@ def _encode(
     n = left + first
     num_blocks = tl.cdiv(n, BLOCK)
 
-    if L2:
+    scale = tl.full((ROWS, 1), LARGEST, tl.float32)
+    if NORM != "max":
         term, block = tl.arange(0, SUMS)[None, :], first_block + row
         sums += (job.to(tl.int64) * most_blocks + block) * num_sums
         squares = tl.load(sums + term, mask=(block < num_blocks) & (term < num_sums), other=0.0)
-        norm = tl.sqrt(tree_sum(squares, ROWS, SUMS)).to(tl.float32)
+        square = tree_sum(squares, ROWS, SUMS)
+        if NORM == "clipped":
+            m = tl.minimum(tl.maximum(end - begin, 1), BLOCK)
+            norm = (tl.sqrt(square / m.to(tl.float64)) * CLIP).to(tl.float32)
+        else:
+            norm = tl.sqrt(square).to(tl.float32)
         scale = tl.where(magnitude(norm) <= INF_BITS, tl.minimum(norm, LARGEST), 0.0)
-    else:
+    if NORM != "l2":
         peak = tl.zeros((ROWS, 1), tl.int32)
         for start in range(0, BLOCK, WIDTH):
             i = start + tl.arange(0, WIDTH)[None, :]
@@ -149,7 +158,7 @@ def _encode(
                 q = rotate(q, begin + i, end, ROWS * WIDTH, ROTATION)
             peak = tl.maximum(peak, tl.max(magnitude(q), axis=1, keep_dims=True))
         flag_non_finite(flags, job, tl.max(peak))
-        scale = tl.where(peak < INF_BITS, peak, 0).to(tl.float32, bitcast=True)
+        scale = tl.minimum(scale, tl.where(peak < INF_BITS, peak, 0).to(tl.float32, bitcast=True))
     if RULE != "natural":
         scale = scale_of(scale, max_scale, LEVELS)
     divisor = tl.where(scale > 0.0, scale, 1.0)  # where it is 0, so are all codes
@@ -247,15 +256,29 @@ def chunked(table: Table, block: int) -> bool:
     return table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
 
 
-def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = False, rotation: int = 0) -> None:
-    """Write a scale a block and the codes. `rule` is nearest, stochastic or natural; `rotation` not for that."""
+def encode_blocks(
+    table: Table,
+    *,
+    bits: int,
+    block: int,
+    rule: str,
+    norm: str = "max",
+    clip: float = 0.0,
+    rotation: int = 0,
+    pack: Callable[..., None] = pack_codes,
+) -> None:
+    """Write a scale a block and the codes, which `pack` puts behind the scales unless they are bytes.
+
+    `rule` is nearest, stochastic or natural. `norm` is max, l2, or clipped: max, or `clip` times the root of the mean
+    square, whichever is less. `rotation` is of codes that are not natural.
+    """
     n, levels = max(table.most(ENCODE_N), 1), 2 ** (bits - 1) - 1
     num_blocks = triton.cdiv(n, block)
     regular = table.any_bits(X, RESIDUAL, ENCODE_N) % 16 == 0 and block % 16 == 0
     width = min(triton.next_power_of_2(block), TILE)
     stride = align(n, 16)  # so that codes move by the 16
     sums, num_sums = table.scratch(1, torch.float64), 1
-    if l2:
+    if norm != "max":
         sums, num_sums = _sums_of_squares(table, num_blocks, block, regular)
     codes = table.scratch(0 if bits == 8 else stride, torch.uint8)
     table.launch(
@@ -265,7 +288,8 @@ def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = 
         BITS=bits,
         BLOCK=block,
         RULE=rule,
-        L2=l2,
+        NORM=norm,
+        CLIP=clip,
         ROTATION=rotation,
         SUMS=triton.next_power_of_2(num_sums),
         CHUNKED=chunked(table, block) and rule != "nearest",
@@ -274,7 +298,7 @@ def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = 
         REGULAR=regular,
     )
     if bits < 8:
-        pack_codes(table, codes, stride, bits=bits, block=block)
+        pack(table, codes, stride, bits=bits, block=block)
 
 
 def _sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -> tuple[torch.Tensor, int]:
