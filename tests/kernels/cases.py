@@ -37,7 +37,7 @@ class Kind:
     def _with_shared(self, jobs: Sequence[Any], lengths: list[int]) -> Sequence[Any]:
         if self.shared is None:
             return jobs
-        return [job._replace(shared=self.shared(n)) for job, n in zip(jobs, lengths, strict=True)]
+        return [job._replace(shared=self.shared(n).to(job.out.device)) for job, n in zip(jobs, lengths, strict=True)]
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
@@ -161,7 +161,6 @@ def _global(kind: str, levels: int, norm: float, squared: bool = False, bits: in
         lambda n: -(-n * bits // 8),
         settings,
         settings,
-        on_cuda=False,
         shared=lambda n: torch.tensor([norm]),
     )
 

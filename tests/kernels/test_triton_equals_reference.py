@@ -33,7 +33,9 @@ FEW = {
     *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+    *("global_linear8-42-1e-30", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
     *("min_max4-33-affine-stochastic", "min_max8-512-affine", "min_max2-33-bagua", "min_max8-partition-bagua"),
+    *("global_linear8-42-1e-30", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
     *("cnat8", "cnat9", "int4-512-stochastic-rotation32", "ternary-33-clip2.5", "ternary-partition-clip2.5"),
 }
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]

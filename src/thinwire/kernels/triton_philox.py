@@ -31,6 +31,9 @@ def uniform(key, steps, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKED:
     return (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2**-16
 
 
-def chunked_planes(table: Table, planes: int) -> bool:
-    """Return whether each of so many equal parts of every partition begins with a chunk of random numbers."""
-    return table.any_bits(OFFSET) % 128 == 0 and (planes == 1 or table.any_bits(ENCODE_N) % (128 * planes) == 0)
+def chunked_planes(table: Table, planes: int, n: int = ENCODE_N, offset: int = OFFSET) -> bool:
+    """Return whether each of so many equal parts of every partition begins with a chunk of random numbers.
+
+    `n` and `offset` are columns of the table.
+    """
+    return table.any_bits(offset) % 128 == 0 and (planes == 1 or table.any_bits(n) % (128 * planes) == 0)

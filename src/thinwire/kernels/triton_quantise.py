@@ -58,7 +58,7 @@ def shifted_code(y, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _natural_code(y, u, LEVELS: tl.constexpr):
+def natural_code(y, u, LEVELS: tl.constexpr):
     """Return c: y = |q| / scale becomes 2**(c - LEVELS) by chance, or 0 where c is 0.
 
     A random fraction added to the bits of a float carries into its exponent with the probability of its mantissa.
@@ -70,10 +70,10 @@ def _natural_code(y, u, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _natural_value(code, negative, scale, LEVELS: tl.constexpr):
-    level = tl.where(code > 0, (code + (127 - LEVELS)) << 23, 0).to(tl.float32, bitcast=True)
-    value = level * scale
-    return tl.where(negative, -value, value)
+def natural_value(code, negative, scale, LEVELS: tl.constexpr):
+    """Return what a code stands for, -0 where a negative one is 0."""
+    level = tl.where(code > 0, (code + (127 - LEVELS)) << 23, 0) | (negative.to(tl.int32) << 31)
+    return level.to(tl.float32, bitcast=True) * scale
 
 
 @jobs_kernel
@@ -177,9 +177,9 @@ def _encode(
         q = form_q(x, residual, has_residual, residual_scale, place, mask)
         if RULE == "natural":
             u = uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED)
-            code = _natural_code(tl.div_rn(tl.abs(q), divisor), u, LEVELS)
+            code = natural_code(tl.div_rn(tl.abs(q), divisor), u, LEVELS)
             negative = (q < 0.0) & (code > 0)
-            value = _natural_value(code, negative, scale, LEVELS)
+            value = natural_value(code, negative, scale, LEVELS)
             byte = tl.where(negative, code + LEVELS + 1, code)
         else:
             rotated = q
@@ -235,7 +235,7 @@ def _decode(
     packed = (data + 4 * num_blocks).to(tl.pointer_type(tl.uint8)) + block * SPAN
     code = code_at(packed, inside, m, mask, BITS)
     if NATURAL:
-        value = _natural_value(code & LEVELS, code > LEVELS, scale, LEVELS)
+        value = natural_value(code & LEVELS, code > LEVELS, scale, LEVELS)
     else:
         value = ((code ^ (LEVELS + 1)) - (LEVELS + 1)).to(tl.float32) * scale
     if ROTATION:
@@ -279,7 +279,7 @@ def encode_blocks(
     stride = align(n, 16)  # so that codes move by the 16
     sums, num_sums = table.scratch(1, torch.float64), 1
     if norm != "max":
-        sums, num_sums = _sums_of_squares(table, num_blocks, block, regular)
+        sums, num_sums = sums_of_squares(table, num_blocks, block, regular)
     codes = table.scratch(0 if bits == 8 else stride, torch.uint8)
     table.launch(
         _encode,
@@ -301,7 +301,7 @@ def encode_blocks(
         pack(table, codes, stride, bits=bits, block=block)
 
 
-def _sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -> tuple[torch.Tensor, int]:
+def sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -> tuple[torch.Tensor, int]:
     """Return up to 1024 sums a block, whose tree is the sum of its squares, and how many."""
     num_chunks = triton.cdiv(block, TREE_CHUNK)
     width = min(triton.next_power_of_2(block), TREE_CHUNK)
