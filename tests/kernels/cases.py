@@ -27,7 +27,6 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     decode_settings: dict[str, Any] = field(default_factory=dict)
     num_kept: Callable[[int], int] | None = None
-    on_cuda: bool = True  # has Triton kernels
     shared: Callable[[int], Tensor] | None = None  # what ranks agreed on, for n elements
 
     @property
@@ -181,7 +180,6 @@ def _top_chunks(dtype: torch.dtype, density: float, chunk: int) -> Kind:
         settings,
         settings,
         num_kept,
-        on_cuda=False,
         shared=shared,
     )
 

@@ -30,7 +30,12 @@ LABELS = {
     *("linear5-512-l2", "linear7-partition-max", "natural7-partition-l2", "natural8-2000-max", "one_bit-rms"),
     *("top_k-float32-percent", "top_k-bfloat16-half", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
-    *("global_linear8-127-4", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear8-127-4",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
     *("min_max3-partition-affine-stochastic", "min_max8-512-affine", "min_max7-2000-bagua"),
     *(
         "cnat8",

@@ -22,7 +22,7 @@ from thinwire.kernels.top_k_layout import top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
-KINDS = [kind for kind in cases.KINDS if kind.on_cuda]
+KINDS = cases.KINDS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter is slow.
@@ -33,10 +33,18 @@ FEW = {
     *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
-    *("global_linear8-42-1e-30", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
-    *("min_max4-33-affine-stochastic", "min_max8-512-affine", "min_max2-33-bagua", "min_max8-partition-bagua"),
-    *("global_linear8-42-1e-30", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
-    *("cnat8", "cnat9", "int4-512-stochastic-rotation32", "ternary-33-clip2.5", "ternary-partition-clip2.5"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
+    *("min_max4-33-affine-stochastic", "min_max8-512-affine", "min_max2-33-bagua"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
+    *("cnat8", "cnat9", "int4-512-stochastic-rotation32", "ternary-33-clip2.5"),
 }
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]
 STOCHASTIC = [kind for kind in (SOME if INTERPRETED else KINDS) if kind.stochastic or kind.name == "random_k"]
@@ -361,9 +369,8 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
 
 def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     x, out = torch.ones(9, device=DEVICE), torch.zeros(100, dtype=torch.uint8, device=DEVICE)
-    for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
-        with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
-            kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
+    with pytest.raises(ThinwireError, match="nothing has no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+        Kind("", "nothing", lambda n: n).encode(kernels, [EncodeJob(x, out, key=KEY)])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")

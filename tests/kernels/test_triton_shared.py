@@ -12,8 +12,9 @@ from cases import KEY, VALUES, bits, misaligned
 
 from thinwire.errors import WireError
 from thinwire.kernels import reference
-from thinwire.kernels.jobs import EncodeBatch, EncodeJob, ReduceJob
+from thinwire.kernels.jobs import DecodeJob, EncodeBatch, EncodeJob, ReduceJob
 from thinwire.random import Key
+from thinwire.wire import align
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -46,12 +47,12 @@ def norms(
 @pytest.mark.parametrize("l2", [False, True])
 @pytest.mark.parametrize("squared", [False, True])
 def test_norms_are_those_of_the_reference(kernels: ModuleType, block: int, l2: bool, squared: bool) -> None:
-    jobs = [(torch.randn(n), torch.randn(n)) for n in (0, 1, 63, 128, 1025, 5000)]
-    jobs += [(misaligned(torch.randn(777), 1), None)] + [(values(700), None) for values in VALUES.values()]
+    jobs = [(torch.randn(n), torch.randn(n)) for n in (0, 1, 63, 128, 1025, 2500)]
+    jobs += [(misaligned(torch.randn(777), 1), None)] + [(values(300), None) for values in VALUES.values()]
     for bad in (float("inf"), float("nan")):
-        x = torch.randn(600)
-        x[500] = bad
-        jobs += [(x, None), (torch.zeros(600), x)]
+        x = torch.randn(300)
+        x[250] = bad
+        jobs += [(x, None), (torch.zeros(300), x)]
     got = norms(kernels, jobs, DEVICE, block, l2=l2, squared=squared)
     want = norms(reference, jobs, "cpu", block, l2=l2, squared=squared)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
@@ -140,3 +141,26 @@ def test_what_is_shared_is_checked(kernels: ModuleType) -> None:
         assert kernels.encode_global_exponential([job], levels=127, squared=True) == [False]
     with pytest.raises(WireError, match="at least 8 bytes for 8 elements, got 7"):
         kernels.reduce_global_exponential([ReduceJob(out, out[:7], 8, KEY)])
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_chunks_of_any_numbers(kernels: ModuleType, chunk: int) -> None:
+    """More than one tile of them; zeros, ties, denormals, and such as no norm is."""
+    n = 2500
+    num_chunks = -(-n // chunk)
+    some = torch.randn(num_chunks)
+    numbers = (some.square(), some.round().abs(), some, torch.zeros(num_chunks), some.square() * 1e-42)
+    for k, shared in ((k, shared) for shared in numbers for k in (0, 1, num_chunks // 3, num_chunks)):
+        x, residual, outs = torch.randn(n), torch.randn(n), list[torch.Tensor]()
+        for module, device in ((reference, "cpu"), (kernels, DEVICE)):
+            out = torch.full((align(4 * k * chunk),), 7, dtype=torch.uint8, device=device)
+            left, decoded, scores = residual.to(device, copy=True), torch.zeros(n, device=device), shared.to(device)
+            settings = {"k": [k], "dtype": torch.float32, "chunk": chunk}
+            assert module.encode_top_chunks([EncodeJob(x.to(device), out, left, shared=scores)], **settings) == [True]
+            module.decode_top_chunks([DecodeJob(out, decoded, shared=scores)], **settings)
+            outs += [out.cpu(), bits(left.cpu()), bits(decoded.cpu())]
+        assert all(torch.equal(got, want) for got, want in zip(outs[3:], outs[:3], strict=True))
+    bad = torch.ones(num_chunks)
+    bad[0] = float("inf")
+    job = EncodeJob(x.to(DEVICE), torch.zeros(12, dtype=torch.uint8, device=DEVICE), shared=bad.to(DEVICE))
+    assert kernels.encode_top_chunks([job], k=[1], dtype=torch.float32, chunk=chunk) == [False]

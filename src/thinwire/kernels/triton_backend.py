@@ -34,6 +34,8 @@ from thinwire.kernels.triton_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.triton_random_k import encode_random_k as encode_random_k
 from thinwire.kernels.triton_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.triton_ternary import encode_ternary as encode_ternary
+from thinwire.kernels.triton_top_chunks import decode_top_chunks as decode_top_chunks
+from thinwire.kernels.triton_top_chunks import encode_top_chunks as encode_top_chunks
 from thinwire.kernels.triton_top_k import decode_top_k as decode_top_k
 from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
 

@@ -23,6 +23,7 @@ from thinwire.kernels.triton_elements import (
     leave,
     magnitude,
     output_of,
+    pointer_to,
     zero_padding,
 )
 from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, RESIDUAL, Table, X, jobs_kernel
@@ -51,7 +52,7 @@ def _encode(
 ):
     job, tile = job_and_tile(num_tiles)
     x, residual, has_residual, scale, n = input_of(table, job, 0, REGULAR)
-    out = tl.load(encode_row(table, job) + 2).to(tl.pointer_type(tl.uint8))
+    out = pointer_to(tl.load(encode_row(table, job) + 2), tl.uint8, 4)
     random = encode_row(table, job) + 5
     key, offset, steps = tl.load(random), tl.load(random + 1), tl.load(random + 2)
     h = tl.cdiv(n, PLANES)
@@ -97,7 +98,7 @@ def _decode(
     out, alpha, accumulate, left = output_of(table, job, first, REGULAR)
     place = tl.arange(0, TILE)
     mask = place < left
-    data = tl.load(decode_row(table, job)).to(tl.pointer_type(tl.uint8))
+    data = pointer_to(tl.load(decode_row(table, job)), tl.uint8, 4)
     code = tl.load(data + first + place, mask=mask, other=0).to(tl.int32)
     if PLANES == 1:
         negative, code = code >> 7, code & 127
