@@ -28,7 +28,6 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     decode_settings: dict[str, Any] = field(default_factory=dict)
     num_kept: Callable[[int], int] | None = None
-    on_cuda: bool = True  # has Triton kernels
     shared: Callable[[int], Tensor] | None = None  # what ranks agreed on, for n elements
 
     @property
@@ -38,7 +37,7 @@ class Kind:
     def _with_shared(self, jobs: Sequence[Any], lengths: list[int]) -> Sequence[Any]:
         if self.shared is None:
             return jobs
-        return [job._replace(shared=self.shared(n)) for job, n in zip(jobs, lengths, strict=True)]
+        return [job._replace(shared=self.shared(n).to(job.out.device)) for job, n in zip(jobs, lengths, strict=True)]
 
     def _with_k(self, settings: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
         return settings if self.num_kept is None else {**settings, "k": [self.num_kept(n) for n in lengths]}
@@ -77,7 +76,7 @@ def block_quant(bits: int, block: int, stochastic: bool, rotation: int = 0) -> K
     decode_settings = {"bits": bits, "block": block, **({"rotation": rotation} if rotation else {})}
     label = f"int{bits}-{block}-{'stochastic' if stochastic else 'nearest'}{f'-rotation{rotation}' * bool(rotation)}"
     settings = {**decode_settings, "stochastic": stochastic}
-    return Kind(label, "block_quant", nbytes, settings, decode_settings, on_cuda=not rotation)
+    return Kind(label, "block_quant", nbytes, settings, decode_settings)
 
 
 def block_cast(format: FloatFormat, block: int) -> Kind:
@@ -104,7 +103,7 @@ def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
 def natural(bits: int) -> Kind:
     """Return the kind of 8 bits, or of 9: a byte and a bit."""
     settings = {"bits": bits}
-    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings, on_cuda=False)
+    return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings)
 
 
 def ternary(block: int, clip: float) -> Kind:
@@ -115,7 +114,7 @@ def ternary(block: int, clip: float) -> Kind:
         return 4 * -(-n // width) + n // width * -(-width // 5) + -(-(n % width) // 5)
 
     label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
-    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block}, on_cuda=False)
+    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block})
 
 
 def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False) -> Kind:
@@ -126,7 +125,7 @@ def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False
 
     label = f"min_max{bits}-{block or 'partition'}-{'bagua' if bagua else 'affine'}{'-stochastic' * stochastic}"
     settings = {"bits": bits, "block": block, "bagua": bagua}
-    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings, on_cuda=False)
+    return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings)
 
 
 def _top_k(
@@ -172,7 +171,6 @@ def _global(kind: str, levels: int, norm: float, squared: bool = False, bits: in
         lambda n: -(-n * bits // 8),
         settings,
         settings,
-        on_cuda=False,
         shared=lambda n: torch.tensor([norm]),
     )
 
@@ -193,7 +191,6 @@ def _top_chunks(dtype: torch.dtype, density: float, chunk: int) -> Kind:
         settings,
         settings,
         num_kept,
-        on_cuda=False,
         shared=shared,
     )
 

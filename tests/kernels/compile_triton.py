@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.kernels import triton_backend
-from thinwire.kernels.jobs import DecodeJob, EncodeJob
+from thinwire.kernels.jobs import DecodeJob, EncodeJob, ReduceJob
 from thinwire.kernels.triton_launch import Table
 from thinwire.wire import align
 
@@ -30,6 +30,21 @@ LABELS = {
     *("linear5-512-l2", "linear7-partition-max", "natural7-partition-l2", "natural8-2000-max", "one_bit-rms"),
     *("top_k-float32-percent", "top_k-bfloat16-half", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear8-127-4",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
+    *("min_max3-partition-affine-stochastic", "min_max8-512-affine", "min_max7-2000-bagua"),
+    *(
+        "cnat8",
+        "cnat9",
+        "int8-512-nearest-rotation32",
+        "int7-128-stochastic-rotation128",
+        "ternary-512",
+        "ternary-partition-clip2.5",
+    ),
 }
 TYPES = {
     **{torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint16: "*u16", torch.uint8: "*u8"},
@@ -70,6 +85,18 @@ def compile_kind(kind: Kind, n: int) -> None:
     kind.decode(triton_backend, [DecodeJob(out, x, alpha, KEY) for alpha in (None, 0.5)])
 
 
+def compile_shared(n: int) -> None:
+    """Compile what kinds that agree on a scale need beside encoding and decoding."""
+    x, out = torch.zeros(n), torch.zeros(n, dtype=torch.uint8)
+    for settings in ({"block": 0, "l2": True, "squared": False}, {"block": 64, "l2": False, "squared": True}):
+        shared = torch.zeros(-(-n // (settings["block"] or n)))
+        triton_backend.shared_norms([EncodeJob(x, out, shared=shared)], **settings)
+    reductions = [ReduceJob(out, out, n, KEY)]
+    triton_backend.reduce_global_exponential(reductions)
+    for bits in (8, 4):
+        triton_backend.reduce_global_linear(reductions, bits=bits)
+
+
 def main() -> None:
     compiler = Compiler()
     Table.launch = lambda self, kernel, num_tiles, *arguments, **constants: compiler.launch(
@@ -80,6 +107,7 @@ def main() -> None:
     assert len(kinds) == len(LABELS)
     for kind in kinds:
         compile_kind(kind, 2**21 if kind.name == "one_bit" else 4096)  # three levels of the tree of sums
+    compile_shared(4096)
     print(len(compiler.seen), "variants")
 
 

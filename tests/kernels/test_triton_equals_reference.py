@@ -12,7 +12,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, dither, misaligned, round_trip
+from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, dither, misaligned, round_trip, ternary
 
 from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import reference
@@ -22,7 +22,7 @@ from thinwire.kernels.top_k_layout import top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
-KINDS = [kind for kind in cases.KINDS if kind.on_cuda]
+KINDS = cases.KINDS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter is slow.
@@ -33,6 +33,18 @@ FEW = {
     *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
+    *("min_max4-33-affine-stochastic", "min_max8-512-affine", "min_max2-33-bagua"),
+    *(
+        "top_chunks-float16-0.3-64",
+        "global_linear4-3-10-squared",
+        "global_exponential8-126-10-squared",
+    ),
+    *("cnat8", "cnat9", "int4-512-stochastic-rotation32", "ternary-33-clip2.5"),
 }
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]
 STOCHASTIC = [kind for kind in (SOME if INTERPRETED else KINDS) if kind.stochastic or kind.name == "random_k"]
@@ -81,8 +93,8 @@ def test_one_block_longer_than_the_partition(kernels: ModuleType, bits_: int, st
 
 @pytest.mark.parametrize("block", [0, 1500])
 def test_norms_of_long_blocks(kernels: ModuleType, block: int) -> None:
-    for natural in (False, True):
-        both(kernels, dither(5, block, natural, True), torch.randn(5000), torch.randn(5000))
+    for kind in (dither(5, block, False, True), dither(5, block, True, True), ternary(block, 1.3)):
+        both(kernels, kind, torch.randn(5000), torch.randn(5000))
 
 
 @pytest.mark.parametrize("values", ["heavy_tailed", "zeros", "signed_zeros_and_few", "ties", "mixed_scale", "constant"])
@@ -206,9 +218,14 @@ def test_every_code_decodes(kernels: ModuleType) -> None:
         kernels.decode_dither([DecodeJob(data.to(DEVICE), got)], bits=kind, block=512, natural=True)
         reference.decode_dither([DecodeJob(data, want)], bits=kind, block=512, natural=True)
         assert torch.equal(bits(got.cpu()), bits(want))
+    for kind in (8, 9):
+        data, got, want = torch.arange(288).to(torch.uint8), torch.zeros(256, device=DEVICE), torch.zeros(256)
+        kernels.decode_natural([DecodeJob(data.to(DEVICE), got)], bits=kind)
+        reference.decode_natural([DecodeJob(data, want)], bits=kind)
+        assert torch.equal(bits(got.cpu().nan_to_num(0.5)), bits(want.nan_to_num(0.5)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+@pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
 def test_many_jobs_in_one_call(kernels: ModuleType, kind: Kind) -> None:
     """Of unequal lengths, with and without a residual, replaced and accumulated, and one that is not finite."""
     lengths = [5000, 1, 0, 700, 3000, 129, 2048]
@@ -319,6 +336,22 @@ def test_corrupt_forms_of_indices_raise_and_write_nothing(
         assert all(bool((out == 7.0).all()) for out in outs)
 
 
+@pytest.mark.parametrize("block", [0, 33])
+def test_bytes_of_no_five_codes_raise_and_write_nothing(kernels: ModuleType, block: int) -> None:
+    kind, n = ternary(block, 0.0), 100
+    bad = torch.zeros(align(kind.nbytes(n)), dtype=torch.uint8)
+    bad[-5] = 243
+    for alpha in (None, 0.5):
+        outs = [torch.full((n,), 7.0, device=DEVICE) for _ in range(2)]
+        jobs = [DecodeJob(d.to(DEVICE), out, alpha) for d, out in zip((torch.zeros_like(bad), bad), outs, strict=True)]
+        with pytest.raises(WireError, match=r"got 243 at byte \d+ of the codes of job 1") as got:
+            kind.decode(kernels, jobs)
+        with pytest.raises(WireError) as want:
+            kind.decode(reference, [job._replace(data=job.data.cpu(), out=job.out.cpu()) for job in jobs])
+        assert str(got.value) == str(want.value)
+        assert all(bool((out == 7.0).all()) for out in outs)
+
+
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
 def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -328,7 +361,7 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
         try:
             kind.decode(kernels, [DecodeJob(data.to(DEVICE), guarded[8 : 8 + n], 0.5, KEY)])
         except WireError:
-            assert kind.name == "top_k"
+            assert kind.name in ("top_k", "ternary")
             assert bool((guarded == 7.0).all())
         assert bool((guarded[:8] == 7.0).all())
         assert bool((guarded[8 + n :] == 7.0).all())
@@ -336,9 +369,8 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
 
 def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     x, out = torch.ones(9, device=DEVICE), torch.zeros(100, dtype=torch.uint8, device=DEVICE)
-    for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
-        with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
-            kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
+    with pytest.raises(ThinwireError, match="nothing has no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+        Kind("", "nothing", lambda n: n).encode(kernels, [EncodeJob(x, out, key=KEY)])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")

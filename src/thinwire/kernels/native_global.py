@@ -1,38 +1,26 @@
 """The compiled kernels of Global-QSGD, with the functions and the bytes of reference_global.py."""
 
 from collections.abc import Sequence
-from functools import cache
 
 from thinwire import _native
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob, ReduceJob
-from thinwire.kernels.packing_shared import pack_reduce, pack_shared, pack_statistics
-
-
-@cache
-def _linear_nbytes(bits: int) -> packing.PayloadNbytes:
-    return lambda n, _: n if bits == 8 else -(-n // 2)
-
-
-def _exponential_nbytes(n: int, _: int) -> int:
-    return n
-
-
-def _check_linear(bits: int, levels: int) -> None:
-    if bits not in (4, 8) or not 1 <= levels < 2 ** (bits - 1):
-        raise ValueError(f"global linear: expected 8 bits and 1 to 127 levels, or 4 and 1 to 7, got {bits}, {levels}")
-
-
-def _check_exponential(levels: int) -> None:
-    if not 1 <= levels <= 127:
-        raise ValueError(f"global exponential: expected 1 to 127 levels, got {levels}")
+from thinwire.kernels.packing_shared import (
+    check_global_exponential,
+    check_global_linear,
+    check_norms,
+    global_exponential_nbytes,
+    global_linear_nbytes,
+    pack_reduce,
+    pack_shared,
+    pack_statistics,
+)
 
 
 def shared_norms(jobs: Sequence[EncodeJob], *, block: int, l2: bool, squared: bool, threads: int = 1) -> None:
     """Write one norm per `block` elements (0: of all) into `job.shared`."""
     packing.check_threads(threads)
-    if block < 0:
-        raise ValueError(f"norms: expected a block of at least 0, got {block}")
+    check_norms(block)
     _native.shared_norms(pack_statistics(jobs, block), block, l2, squared, threads)
 
 
@@ -41,46 +29,45 @@ def encode_global_linear(
 ) -> list[bool]:
     """Write codes floor(q / s + u), 8 or 4 bits each."""
     packing.check_threads(threads)
-    _check_linear(bits, levels)
+    check_global_linear(bits, levels)
     packing.check_keys(jobs)
-    packed = packing.pack_encode(jobs, _linear_nbytes(bits))
+    packed = packing.pack_encode(jobs, global_linear_nbytes(bits))
     return packing.flags(_native.encode_global_linear(packed, pack_shared(jobs), bits, levels, squared, threads))
 
 
 def decode_global_linear(jobs: Sequence[DecodeJob], *, bits: int, levels: int, squared: bool, threads: int = 1) -> None:
     """Set value = code * s."""
     packing.check_threads(threads)
-    _check_linear(bits, levels)
-    packed = packing.pack_decode(jobs, _linear_nbytes(bits))
+    check_global_linear(bits, levels)
+    packed = packing.pack_decode(jobs, global_linear_nbytes(bits))
     _native.decode_global_linear(packed, pack_shared(jobs), bits, levels, squared, threads)
 
 
 def reduce_global_linear(jobs: Sequence[ReduceJob], *, bits: int, threads: int = 1) -> None:
     """Set acc to the weighted mean of the codes, rounded by chance."""
     packing.check_threads(threads)
-    _check_linear(bits, 1)
-    nbytes = _linear_nbytes(bits)
-    _native.reduce_global_linear(pack_reduce(jobs, lambda n: nbytes(n, 0)), bits, threads)
+    check_global_linear(bits, 1)
+    _native.reduce_global_linear(pack_reduce(jobs, global_linear_nbytes(bits)), bits, threads)
 
 
 def encode_global_exponential(jobs: Sequence[EncodeJob], *, levels: int, squared: bool, threads: int = 1) -> list[bool]:
     """Write a sign and an exponent a value."""
     packing.check_threads(threads)
-    _check_exponential(levels)
+    check_global_exponential(levels)
     packing.check_keys(jobs)
-    packed = packing.pack_encode(jobs, _exponential_nbytes)
+    packed = packing.pack_encode(jobs, global_exponential_nbytes)
     return packing.flags(_native.encode_global_exponential(packed, pack_shared(jobs), levels, squared, threads))
 
 
 def decode_global_exponential(jobs: Sequence[DecodeJob], *, levels: int, squared: bool, threads: int = 1) -> None:
     """Set value = 2**(c - levels) * M."""
     packing.check_threads(threads)
-    _check_exponential(levels)
-    packed = packing.pack_decode(jobs, _exponential_nbytes)
+    check_global_exponential(levels)
+    packed = packing.pack_decode(jobs, global_exponential_nbytes)
     _native.decode_global_exponential(packed, pack_shared(jobs), levels, squared, threads)
 
 
 def reduce_global_exponential(jobs: Sequence[ReduceJob], *, threads: int = 1) -> None:
     """Set acc to the sum, rounded by chance to a power of two."""
     packing.check_threads(threads)
-    _native.reduce_global_exponential(pack_reduce(jobs, lambda n: n), threads)
+    _native.reduce_global_exponential(pack_reduce(jobs, global_exponential_nbytes), threads)

@@ -1,9 +1,9 @@
 """Block quantisation: one float32 scale a block, then int8 codes or planar nibbles.
 
-Other widths than 8 and 4 bits are those of triton_quantise.py. Here, a program works on ROWS blocks, WIDTH columns at a
-time. A column is one element of each block (8 bits) or the two that share a byte (4 bits: elements i and i + half,
-half = ceil(m / 2) of the block's m elements). Blocks of up to WIDTH columns are read once; longer ones twice, to find
-the scale and to code.
+Other widths than 8 and 4 bits, and rotations, are those of triton_quantise.py. Here, a program works on ROWS blocks,
+WIDTH columns at a time. A column is one element of each block (8 bits) or the two that share a byte (4 bits: elements i
+and i + half, half = ceil(m / 2) of the block's m elements). Blocks of up to WIDTH columns are read once; longer ones
+twice, to find the scale and to code.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_steps import max_scale
@@ -166,12 +165,6 @@ def _decode(
             deliver(out, alpha, accumulate, place, mask, (((byte >> 4) ^ 8) - 8).to(tl.float32) * scale)
 
 
-def _check(bits: int, block: int, rotation: int) -> None:
-    packing.check_block_quant(bits, block, rotation)
-    if rotation:
-        raise ThinwireError("rotated block quantisation has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
-
-
 def _geometry(table: Table, bits: int, block: int, n_column: int, *address_columns: int) -> tuple[int, dict[str, int]]:
     """Return how many programs a job gets, and the constants that say what each does."""
     span = block if bits == 8 else -(-block // 2)
@@ -188,15 +181,16 @@ def encode_block_quant(
 ) -> list[bool]:
     """Write ceil(n/block) float32 scales, then the codes."""
     packing.check_threads(threads)
-    _check(bits, block, rotation)
+    packing.check_block_quant(bits, block, rotation)
     if stochastic:
         packing.check_keys(jobs)
     if not jobs:
         return []
     device = jobs[0].x.device
     table = Table.of_encode(packing.pack_encode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
-    if bits not in (4, 8):
-        encode_blocks(table, bits=bits, block=block, rule="stochastic" if stochastic else "nearest")
+    if bits not in (4, 8) or rotation:
+        rule = "stochastic" if stochastic else "nearest"
+        encode_blocks(table, bits=bits, block=block, rule=rule, rotation=rotation)
         return table.finite()
     num_tiles, constants = _geometry(table, bits, block, ENCODE_N, X, RESIDUAL)
     by_chunks = chunked(table, block)
@@ -210,15 +204,15 @@ def encode_block_quant(
 def decode_block_quant(
     jobs: Sequence[DecodeJob], *, bits: int, block: int, rotation: int = 0, threads: int = 1
 ) -> None:
-    """Set value = code * scale of its block."""
+    """Set value = code * scale of its block, rotated back."""
     packing.check_threads(threads)
-    _check(bits, block, rotation)
+    packing.check_block_quant(bits, block, rotation)
     if not jobs:
         return
     device = jobs[0].out.device
     table = Table.of_decode(packing.pack_decode(jobs, packing.block_quant_nbytes(bits, block), device=device), device)
-    if bits not in (4, 8):
-        decode_blocks(table, bits=bits, block=block)
+    if bits not in (4, 8) or rotation:
+        decode_blocks(table, bits=bits, block=block, rotation=rotation)
         return
     num_tiles, constants = _geometry(table, bits, block, DECODE_N, DECODE_OUT)
     table.launch(_decode, num_tiles, **constants)

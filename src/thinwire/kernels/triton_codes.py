@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits in bytes, as codes.py lays them out: limbs of 8, 4, 2 and 1 bits, each planar.
+"""Codes of 1 to 8 bits in bytes, as codes.py lays them out: limbs of 8, 4, 2 and 1 bits, each planar.
 
 Kernels that make codes leave them one a byte; a second launch packs them, a program for each run of packed bytes.
 Kernels that read codes take them out of their limbs where they need them.
@@ -56,16 +56,17 @@ def _pack(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
+    HEADER: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the packed bytes behind the scales of BLOCK codes each, and zero the padding."""
+    """Write the packed bytes of BLOCK codes each behind HEADER bytes a block, and zero the padding."""
     job, tile = job_and_tile(num_tiles)
     n = tl.load(encode_row(table, job) + 3)
     num_blocks, full = tl.cdiv(n, BLOCK), n // BLOCK
     rest = (n - full * BLOCK).to(tl.int32)
     rest_nbytes = _limb_nbytes(rest, 4, BITS) + _limb_nbytes(rest, 2, BITS) + _limb_nbytes(rest, 1, BITS)
     used = full * SPAN + rest_nbytes
-    out = pointer_to(tl.load(encode_row(table, job) + 2) + 4 * num_blocks, tl.uint8, 4)
+    out = pointer_to(tl.load(encode_row(table, job) + 2) + HEADER * num_blocks, tl.uint8, 4)
 
     first = tile.to(tl.int64) * TILE
     first_block = first // SPAN
@@ -89,11 +90,11 @@ def _pack(
         code = tl.load(source + at, mask=mask & (plane * width < 8) & (at < m), other=0).to(tl.int32)
         packed |= ((code >> low) & ((1 << width) - 1)) << (plane * width)
     tl.store(out + first + tl.arange(0, TILE), packed.to(tl.uint8), mask=mask)
-    zero_padding(table, job, tile, num_tiles, 4 * num_blocks + used, TILE)
+    zero_padding(table, job, tile, num_tiles, HEADER * num_blocks + used, TILE)
 
 
-def pack_codes(table: Table, codes: Tensor, stride: int, *, bits: int, block: int) -> None:
-    """Pack the codes, one a byte and `stride` a job, behind each job's scales. Fewer than 8 bits."""
+def pack_codes(table: Table, codes: Tensor, stride: int, *, bits: int, block: int, header: int = 4) -> None:
+    """Pack the codes, one a byte and `stride` a job, behind `header` bytes a block. Fewer than 8 bits."""
     num_tiles = max(1, triton.cdiv(blocks_nbytes(table.most(ENCODE_N), bits, block), TILE))
     span = packed_nbytes(block, bits)
-    table.launch(_pack, num_tiles, codes, stride, BITS=bits, BLOCK=block, SPAN=span, TILE=TILE)
+    table.launch(_pack, num_tiles, codes, stride, BITS=bits, BLOCK=block, SPAN=span, HEADER=header, TILE=TILE)

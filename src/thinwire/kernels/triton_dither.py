@@ -1,7 +1,6 @@
 """Dithering: values rounded by chance to levels of one scale a block, evenly spaced ones or powers of two.
 
-Evenly spaced levels of the largest magnitude are block quantisation with stochastic rounding, byte for byte. A whole
-partition is one block that is at least as long; its length is rounded up, so that few lengths are compiled.
+Evenly spaced levels of the largest magnitude are block quantisation with stochastic rounding, byte for byte.
 """
 
 from collections.abc import Sequence
@@ -9,11 +8,7 @@ from collections.abc import Sequence
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.triton_launch import DECODE_N, ENCODE_N, Table
-from thinwire.kernels.triton_quantise import decode_blocks, encode_blocks
-
-
-def _block(block: int, longest: int) -> int:
-    return block or 1 << max(longest - 1, 0).bit_length()
+from thinwire.kernels.triton_quantise import block_of, decode_blocks, encode_blocks
 
 
 def encode_dither(
@@ -28,7 +23,7 @@ def encode_dither(
     device = jobs[0].x.device
     table = Table.of_encode(packing.pack_encode(jobs, packing.dither_nbytes(bits, block), device=device), device)
     rule = "natural" if natural else "stochastic"
-    encode_blocks(table, bits=bits, block=_block(block, table.most(ENCODE_N)), rule=rule, l2=l2)
+    encode_blocks(table, bits=bits, block=block_of(block, table.most(ENCODE_N)), rule=rule, norm="l2" if l2 else "max")
     return table.finite()
 
 
@@ -40,4 +35,4 @@ def decode_dither(jobs: Sequence[DecodeJob], *, bits: int, block: int, natural: 
         return
     device = jobs[0].out.device
     table = Table.of_decode(packing.pack_decode(jobs, packing.dither_nbytes(bits, block), device=device), device)
-    decode_blocks(table, bits=bits, block=_block(block, table.most(DECODE_N)), natural=natural)
+    decode_blocks(table, bits=bits, block=block_of(block, table.most(DECODE_N)), natural=natural)

@@ -12,13 +12,14 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]  # an extra
 from torch import Tensor
 
-from thinwire.kernels import packing
+from thinwire.kernels import packing, packing_shared
 
 # The words of a row.
-X, RESIDUAL, OUT, ENCODE_N, OFFSET = 0, 1, 2, 3, 6
+X, RESIDUAL, OUT, ENCODE_N, OFFSET, RESIDUAL_SCALE = 0, 1, 2, 3, 6, 8
 ENCODE_STREAM = slice(5, 8)
 DATA, DECODE_OUT, DECODE_N, DECODE_ACCUMULATE = 0, 1, 2, 3
 FINITE_N = 1
+REDUCE_N, REDUCE_OFFSET = 2, 4
 
 # One text for every grid: nothing is compiled again because a message has one tile more or a table starts elsewhere.
 jobs_kernel = triton.jit(
@@ -47,6 +48,19 @@ class Table:
     def of_decode(cls, packed: bytes, device: torch.device) -> "Table":
         """Return the table of `packing.pack_decode`."""
         return cls(packed, packing.DECODE_JOB.size, device)._check_addresses("data", DATA)
+
+    @classmethod
+    def of_statistics(cls, packed: bytes, device: torch.device) -> "Table":
+        """Return the table of `packing_shared.pack_statistics`: rows of encoding, where `out` is `shared`."""
+        statistics = np.frombuffer(packed, dtype=np.int64).reshape(-1, packing_shared.STATISTIC_JOB.size // 8)
+        rows = np.zeros((len(statistics), packing.ENCODE_JOB.size // 8), dtype=np.int64)
+        rows[:, [X, RESIDUAL, OUT, ENCODE_N, RESIDUAL_SCALE]] = statistics
+        return cls(rows.tobytes(), packing.ENCODE_JOB.size, device)
+
+    @classmethod
+    def of_reduce(cls, packed: bytes, device: torch.device) -> "Table":
+        """Return the table of `packing_shared.pack_reduce`."""
+        return cls(packed, packing_shared.REDUCE_JOB.size, device)
 
     @classmethod
     def of_finite(cls, packed: bytes, device: torch.device) -> "Table":

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton_launch import ENCODE_N, OFFSET, Table
+
 
 @triton.jit
 def uniform(key, steps, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKED: tl.constexpr):
@@ -27,3 +29,11 @@ def uniform(key, steps, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNKED:
         word = tl.where(e < 64, tl.where(e < 32, w0, w1), tl.where(e < 96, w2, w3))
         bits = ((word >> (e & 16)) & 0xFFFF).to(tl.int32)
     return (bits.to(tl.float32) + 0.5) * 0.0000152587890625  # 2**-16
+
+
+def chunked_planes(table: Table, planes: int, n: int = ENCODE_N, offset: int = OFFSET) -> bool:
+    """Return whether each of so many equal parts of every partition begins with a chunk of random numbers.
+
+    `n` and `offset` are columns of the table.
+    """
+    return table.any_bits(offset) % 128 == 0 and (planes == 1 or table.any_bits(n) % (128 * planes) == 0)

@@ -1,9 +1,11 @@
-"""Block quantisers of any width: a scale a block, from its largest magnitude or its L2 norm, then codes.
+"""Block quantisers of any width: a scale a block, from its largest magnitude or its norm, then codes.
 
 A program works on ROWS blocks, WIDTH columns at a time, and leaves a code a byte: in place for 8 bits, else beside, for
 `pack_codes`. A block, however long, is one program's. Norms are summed before, by programs of their own. Decoding is
-one flat pass. (8 and 4 bits by the largest magnitude have faster kernels in triton_block_quant.py.)
+one flat pass. (8 and 4 bits by the largest magnitude, not rotated, have faster kernels in triton_block_quant.py.)
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -23,12 +25,14 @@ from thinwire.kernels.triton_elements import (
     job_and_tile,
     leave,
     magnitude,
+    only_if,
     output_of,
     pointer_to,
     zero_padding,
 )
 from thinwire.kernels.triton_launch import DECODE_N, DECODE_OUT, ENCODE_N, OFFSET, RESIDUAL, Table, X, jobs_kernel
 from thinwire.kernels.triton_philox import uniform
+from thinwire.kernels.triton_rotate import rotate, unrotate
 from thinwire.kernels.triton_tree_sum import CHUNK, to_one_chunk, tree_sum
 from thinwire.wire import align
 
@@ -54,7 +58,7 @@ def shifted_code(y, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _natural_code(y, u, LEVELS: tl.constexpr):
+def natural_code(y, u, LEVELS: tl.constexpr):
     """Return c: y = |q| / scale becomes 2**(c - LEVELS) by chance, or 0 where c is 0.
 
     A random fraction added to the bits of a float carries into its exponent with the probability of its mantissa.
@@ -66,10 +70,10 @@ def _natural_code(y, u, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _natural_value(code, negative, scale, LEVELS: tl.constexpr):
-    level = tl.where(code > 0, (code + (127 - LEVELS)) << 23, 0).to(tl.float32, bitcast=True)
-    value = level * scale
-    return tl.where(negative, -value, value)
+def natural_value(code, negative, scale, LEVELS: tl.constexpr):
+    """Return what a code stands for, -0 where a negative one is 0."""
+    level = tl.where(code > 0, (code + (127 - LEVELS)) << 23, 0) | (negative.to(tl.int32) << 31)
+    return level.to(tl.float32, bitcast=True) * scale
 
 
 @jobs_kernel
@@ -113,7 +117,9 @@ def _encode(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RULE: tl.constexpr,
-    L2: tl.constexpr,
+    NORM: tl.constexpr,
+    CLIP: tl.constexpr,
+    ROTATION: tl.constexpr,
     SUMS: tl.constexpr,
     CHUNKED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,20 +137,28 @@ def _encode(
     n = left + first
     num_blocks = tl.cdiv(n, BLOCK)
 
-    if L2:
+    scale = tl.full((ROWS, 1), LARGEST, tl.float32)
+    if NORM != "max":
         term, block = tl.arange(0, SUMS)[None, :], first_block + row
         sums += (job.to(tl.int64) * most_blocks + block) * num_sums
         squares = tl.load(sums + term, mask=(block < num_blocks) & (term < num_sums), other=0.0)
-        norm = tl.sqrt(tree_sum(squares, ROWS, SUMS)).to(tl.float32)
+        square = tree_sum(squares, ROWS, SUMS)
+        if NORM == "clipped":
+            m = tl.minimum(tl.maximum(end - begin, 1), BLOCK)
+            norm = (tl.sqrt(square / m.to(tl.float64)) * CLIP).to(tl.float32)
+        else:
+            norm = tl.sqrt(square).to(tl.float32)
         scale = tl.where(magnitude(norm) <= INF_BITS, tl.minimum(norm, LARGEST), 0.0)
-    else:
+    if NORM != "l2":
         peak = tl.zeros((ROWS, 1), tl.int32)
         for start in range(0, BLOCK, WIDTH):
             i = start + tl.arange(0, WIDTH)[None, :]
             q = form_q(x, residual, has_residual, residual_scale, begin + i, (i < BLOCK) & (begin + i < end))
+            if ROTATION:
+                q = rotate(q, begin + i, end, ROWS * WIDTH, ROTATION)
             peak = tl.maximum(peak, tl.max(magnitude(q), axis=1, keep_dims=True))
         flag_non_finite(flags, job, tl.max(peak))
-        scale = tl.where(peak < INF_BITS, peak, 0).to(tl.float32, bitcast=True)
+        scale = tl.minimum(scale, tl.where(peak < INF_BITS, peak, 0).to(tl.float32, bitcast=True))
     if RULE != "natural":
         scale = scale_of(scale, max_scale, LEVELS)
     divisor = tl.where(scale > 0.0, scale, 1.0)  # where it is 0, so are all codes
@@ -163,17 +177,23 @@ def _encode(
         q = form_q(x, residual, has_residual, residual_scale, place, mask)
         if RULE == "natural":
             u = uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED)
-            code = _natural_code(tl.div_rn(tl.abs(q), divisor), u, LEVELS)
+            code = natural_code(tl.div_rn(tl.abs(q), divisor), u, LEVELS)
             negative = (q < 0.0) & (code > 0)
-            value = _natural_value(code, negative, scale, LEVELS)
+            value = natural_value(code, negative, scale, LEVELS)
             byte = tl.where(negative, code + LEVELS + 1, code)
         else:
-            y = tl.div_rn(q, divisor)
+            rotated = q
+            if ROTATION:
+                rotated = rotate(q, place, end, ROWS * WIDTH, ROTATION)
+            y = tl.div_rn(rotated, divisor)
             if RULE == "stochastic":  # no denormal reaches the floor: u has 17 bits below the point
                 y = tl.floor(y + uniform(key, steps, offset + begin + start, ROWS, WIDTH, CHUNKED))
             shifted = shifted_code(y, LEVELS)
             value = (shifted - SHIFT) * scale
             byte = shifted.to(tl.int32, bitcast=True) & 0xFF
+        if ROTATION:
+            value = unrotate(value, place, end, ROWS * WIDTH, ROTATION)
+            flag_non_finite(flags, job, tl.max(tl.where(only_if(mask, has_residual), magnitude(q - value), 0)))
         leave(residual, has_residual, place, mask, q - value)
         tl.store(to + place, byte.to(tl.uint8), mask=mask)
     scales = (out + 4 * first_block).to(tl.pointer_type(tl.float32))
@@ -191,6 +211,7 @@ def _decode(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     NATURAL: tl.constexpr,
+    ROTATION: tl.constexpr,
     REGULAR: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -214,10 +235,20 @@ def _decode(
     packed = (data + 4 * num_blocks).to(tl.pointer_type(tl.uint8)) + block * SPAN
     code = code_at(packed, inside, m, mask, BITS)
     if NATURAL:
-        value = _natural_value(code & LEVELS, code > LEVELS, scale, LEVELS)
+        value = natural_value(code & LEVELS, code > LEVELS, scale, LEVELS)
     else:
         value = ((code ^ (LEVELS + 1)) - (LEVELS + 1)).to(tl.float32) * scale
+    if ROTATION:
+        value = unrotate(value, place, left, TILE, ROTATION)
     deliver(out, alpha, accumulate, place, mask, value)
+
+
+def block_of(block: int, longest: int) -> int:
+    """Return the length of a block; `block` = 0 is the whole partition, one block that is at least as long.
+
+    That length is rounded up, so that few lengths are compiled.
+    """
+    return block or 1 << max(longest - 1, 0).bit_length()
 
 
 def chunked(table: Table, block: int) -> bool:
@@ -225,16 +256,30 @@ def chunked(table: Table, block: int) -> bool:
     return table.any_bits(OFFSET) % 128 == 0 and block % 128 == 0
 
 
-def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = False) -> None:
-    """Write a scale a block and the codes. `rule` is nearest, stochastic or natural."""
+def encode_blocks(
+    table: Table,
+    *,
+    bits: int,
+    block: int,
+    rule: str,
+    norm: str = "max",
+    clip: float = 0.0,
+    rotation: int = 0,
+    pack: Callable[..., None] = pack_codes,
+) -> None:
+    """Write a scale a block and the codes, which `pack` puts behind the scales unless they are bytes.
+
+    `rule` is nearest, stochastic or natural. `norm` is max, l2, or clipped: max, or `clip` times the root of the mean
+    square, whichever is less. `rotation` is of codes that are not natural.
+    """
     n, levels = max(table.most(ENCODE_N), 1), 2 ** (bits - 1) - 1
     num_blocks = triton.cdiv(n, block)
     regular = table.any_bits(X, RESIDUAL, ENCODE_N) % 16 == 0 and block % 16 == 0
     width = min(triton.next_power_of_2(block), TILE)
     stride = align(n, 16)  # so that codes move by the 16
     sums, num_sums = table.scratch(1, torch.float64), 1
-    if l2:
-        sums, num_sums = _sums_of_squares(table, num_blocks, block, regular)
+    if norm != "max":
+        sums, num_sums = sums_of_squares(table, num_blocks, block, regular)
     codes = table.scratch(0 if bits == 8 else stride, torch.uint8)
     table.launch(
         _encode,
@@ -243,7 +288,9 @@ def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = 
         BITS=bits,
         BLOCK=block,
         RULE=rule,
-        L2=l2,
+        NORM=norm,
+        CLIP=clip,
+        ROTATION=rotation,
         SUMS=triton.next_power_of_2(num_sums),
         CHUNKED=chunked(table, block) and rule != "nearest",
         ROWS=TILE // width,
@@ -251,10 +298,10 @@ def encode_blocks(table: Table, *, bits: int, block: int, rule: str, l2: bool = 
         REGULAR=regular,
     )
     if bits < 8:
-        pack_codes(table, codes, stride, bits=bits, block=block)
+        pack(table, codes, stride, bits=bits, block=block)
 
 
-def _sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -> tuple[torch.Tensor, int]:
+def sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -> tuple[torch.Tensor, int]:
     """Return up to 1024 sums a block, whose tree is the sum of its squares, and how many."""
     num_chunks = triton.cdiv(block, TREE_CHUNK)
     width = min(triton.next_power_of_2(block), TREE_CHUNK)
@@ -266,8 +313,8 @@ def _sums_of_squares(table: Table, num_blocks: int, block: int, regular: bool) -
     return to_one_chunk(table, sums, num_blocks, num_chunks)
 
 
-def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False) -> None:
-    """Set value = level of the code, times the scale of its block."""
+def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False, rotation: int = 0) -> None:
+    """Set value = level of the code, times the scale of its block, rotated back."""
     table.launch(
         _decode,
         max(1, triton.cdiv(table.most(DECODE_N), TILE)),
@@ -275,6 +322,7 @@ def decode_blocks(table: Table, *, bits: int, block: int, natural: bool = False)
         BLOCK=block,
         SPAN=packed_nbytes(block, bits),
         NATURAL=natural,
+        ROTATION=rotation,
         REGULAR=table.any_bits(DECODE_OUT, DECODE_N) % 16 == 0,
         TILE=TILE,
     )
