@@ -431,6 +431,17 @@ def test_unbiased(compressor: Compressor) -> None:
     assert variance <= contract.omega * exact.square().sum() * 1.01
 
 
+@pytest.mark.parametrize("fraction", [0.3, 1e-3, 2.0**-17 * 1.5, 2.0**-17 * 0.9])
+def test_chance_has_16_bits(fraction: float) -> None:
+    """Over all uniforms the mean is the value to 2^-17 of a step; what is smaller than that is never sent."""
+    q, x = LinearDithering(bits=2), torch.full((1 << 16,), fraction)
+    x[0] = 1.0
+    draws = torch.cat([round_trip(q, x, Key(1, step))[1:] for step in range(64)]).double()
+    sigma = math.sqrt(fraction / draws.numel())
+    assert abs(float(draws.mean()) - fraction) <= 2.0**-17 + 4 * sigma
+    assert bool(draws.any()) == (fraction > 2.0**-17)
+
+
 @rounding_ones
 def test_the_worst_block_reaches_the_claimed_variance(compressor: Compressor) -> None:
     """Omega is not loose: the block that `dither_omega` names has this variance, within 2 % (1/8: in long blocks)."""

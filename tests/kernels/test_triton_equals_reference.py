@@ -339,6 +339,8 @@ def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
         with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
             kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
+    with pytest.raises(ThinwireError, match="vote has no CUDA kernels yet"):
+        kernels.majority_vote([])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")
