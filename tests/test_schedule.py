@@ -43,9 +43,12 @@ def test_both_ways_ramp_and_what_has_no_density_stays() -> None:
     first = Ramp(recipe="topk:0.01+int8", steps=1, stages=1).phases(0)[0][1]
     assert first.down == BlockQuant(bits=8)
     assert Ramp(recipe="gather/topk:0.01", steps=1, stages=1).phases(0)[0][1].up.density == pytest.approx(0.1)
+    first = Ramp(recipe="topk:0.01~int8+topk:k=9~int8", steps=1, stages=1).phases(0)[0][1]
+    assert (first.up.first.density, first.up.then) == (pytest.approx(0.1), BlockQuant(bits=8))
+    assert first.down == parse_recipe("topk:k=9~int8").up
 
 
-@pytest.mark.parametrize("recipe", ["int8", "dense", "topk:k=5", "gather/onebit"])
+@pytest.mark.parametrize("recipe", ["int8", "dense", "topk:k=5", "topk:k=5~int8", "gather/onebit"])
 def test_a_ramp_needs_a_density(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"Ramp: expected a recipe with a density.*got"):
         Ramp(recipe=recipe, steps=10)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators import Aggregator, Gather, TwoShot
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compose, Compressor
 from thinwire.errors import RecipeError
 from thinwire.plan import Patterns, Policy
 from thinwire.recipes import parse_recipe
@@ -70,6 +70,8 @@ def _at_power(aggregator: Aggregator, power: float) -> Aggregator:
 
     def raised(compressor: Compressor) -> Compressor:
         density = _density(compressor)
+        if isinstance(compressor, Compose):
+            return dataclasses.replace(compressor, first=raised(compressor.first))  # type: ignore[arg-type]
         return compressor if density is None else dataclasses.replace(compressor, density=density**power)  # type: ignore[type-var]
 
     if isinstance(aggregator, Gather):
@@ -78,7 +80,7 @@ def _at_power(aggregator: Aggregator, power: float) -> Aggregator:
 
 
 def _density(compressor: Compressor) -> float | None:
-    return getattr(compressor, "density", None)
+    return getattr(compressor.first if isinstance(compressor, Compose) else compressor, "density", None)
 
 
 @dataclass(frozen=True, slots=True)

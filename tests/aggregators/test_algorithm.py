@@ -30,6 +30,11 @@ def one_bit(v: Array) -> Array:
     return np.where(v >= 0, 1.0, -1.0) * np.abs(v).sum() / len(v)
 
 
+def one_bit_rms(v: Array) -> Array:
+    """DeepSpeed's 1-bit Adam: compressed_allreduce keeps the norm."""
+    return np.where(v >= 0, 1.0, -1.0) * np.sqrt(np.square(v).sum() / len(v))
+
+
 class Reference:
     """The algorithm for one partition."""
 
@@ -52,8 +57,12 @@ class Reference:
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 @pytest.mark.parametrize(
     ("compressor", "compress"),
-    [(TopK(density=0.05, value_dtype=torch.float32), top_k(0.05)), (OneBit(), one_bit)],
-    ids=["topk", "onebit"],
+    [
+        (TopK(density=0.05, value_dtype=torch.float32), top_k(0.05)),
+        (OneBit(), one_bit),
+        (OneBit(scale="rms"), one_bit_rms),
+    ],
+    ids=["topk", "onebit", "onebit:rms"],
 )
 def test_two_way_error_feedback(
     compressor: Compressor, compress: Callable[[Array], Array], decay: float, world_size: int

@@ -127,6 +127,14 @@ def test_masking_under_a_shared_mask() -> None:
         assert 0.2 < float((u == 0).float().mean()) < 0.3
 
 
+def test_what_composed_kinds_send_is_masked() -> None:
+    kind = parse_recipe("topk:0.1~int8").up
+    world = World(TwoShot(up=kind, down=kind, feedback=MomentumCorrection()), 2)
+    world.run()
+    for state in world.states:
+        assert 0.08 < float((state.whole[Slot.MOMENTUM]["layer.weight"] == 0).float().mean()) < 0.11
+
+
 # --- clipping -------------------------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,14 @@ def test_one_bit_scale_is_over_the_true_length() -> None:
         assert raw(OneBit(scale="rms").encode(torch.full((n,), -0.75)))[:4] == floats(0.75)
 
 
+@pytest.mark.parametrize(("scale", "expected"), [("l1", 0.363), ("rms", 0.404)])
+def test_one_bit_errs_on_gaussian_values_as_computed(scale, expected: float) -> None:
+    """1 - 2 / pi, and 2 (1 - sqrt(2 / pi)): of the squared norm."""
+    x, q = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)), OneBit(scale=scale)
+    error = (q.decode(q.encode(x), BlockSpec(shape=(1 << 18,))) - x).square().sum() / x.square().sum()
+    assert float(error) == pytest.approx(expected, abs=0.003)
+
+
 def test_one_bit_sums_in_float64() -> None:
     x = torch.tensor([2.0**24] + [1.0] * 4095)  # float32 would lose every 1
     assert raw(OneBit().encode(x))[:4] == floats((2.0**24 + 4095) / 4096)

@@ -431,6 +431,17 @@ def test_unbiased(compressor: Compressor) -> None:
     assert variance <= contract.omega * exact.square().sum() * 1.01
 
 
+@pytest.mark.parametrize("fraction", [0.3, 1e-3, 2.0**-17 * 1.5, 2.0**-17 * 0.9])
+def test_chance_has_16_bits(fraction: float) -> None:
+    """Over all uniforms the mean is the value to 2^-17 of a step; what is smaller than that is never sent."""
+    q, x = LinearDithering(bits=2), torch.full((1 << 16,), fraction)
+    x[0] = 1.0
+    draws = torch.cat([round_trip(q, x, Key(1, step))[1:] for step in range(64)]).double()
+    sigma = math.sqrt(fraction / draws.numel())
+    assert abs(float(draws.mean()) - fraction) <= 2.0**-17 + 4 * sigma
+    assert bool(draws.any()) == (fraction > 2.0**-17)
+
+
 @rounding_ones
 def test_the_worst_block_reaches_the_claimed_variance(compressor: Compressor) -> None:
     """Omega is not loose: the block that `dither_omega` names has this variance, within 2 % (1/8: in long blocks)."""
@@ -704,6 +715,25 @@ def test_huge_values_are_ordinary_where_the_wire_has_room(compressor: Compressor
     assert torch.equal(residual, x - decoded)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_residual_that_overflows_is_refused(scaled: bool) -> None:
+    """Rotated back, a few coarse codes may lie further from huge values than float32 reaches."""
+    plain = BlockQuant(bits=2, block=64, rounding="stochastic", rotation=32)
+    compressor = Scaled(inner=plain) if scaled else plain
+    x, small, refused = normal(64).sign() * torch.finfo(torch.float32).max, normal(64), 0
+    for step in range(20):
+        key, data = Key(1, step), torch.empty(4, compressor.nbytes(spec_of(x)), dtype=torch.uint8)
+        residuals = [torch.zeros(64), None, torch.zeros(64), torch.zeros(64)]
+        blocks = [x * float("nan"), x, small, x]
+        jobs = [EncodeJob(block, data[i], residuals[i], key=key) for i, block in enumerate(blocks)]
+        finite = compressor.encode_jobs(jobs, [spec_of(x)] * 4)
+        assert finite[:3] == [False, True, True]
+        assert residuals[3] is not None
+        assert finite[3] == bool(residuals[3].isfinite().all())
+        refused += not finite[3]
+    assert refused > 5
+
+
 @all_compressors
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("place", [0, 63, 500, 776])
@@ -842,6 +872,9 @@ def test_table_has_every_kind_once() -> None:
         (lambda: Compose(first=TopK(), then=OneBit()), "float32 values first", "float16"),
         (lambda: Scaled(inner=RandomK(scaled=True)), "without a shared key", "randomk:0.01:scaled"),
         (lambda: Compose(first=RandomK(value_dtype=torch.float32), then=NaturalDithering()), "no numbers", "natural:3"),
+        (lambda: Compose(first=RandomK(scaled=True), then=OneBit()), "not scaled", "randomk:0.01:scaled"),
+        (lambda: Compose(first=TopK(value_dtype=torch.float32), then=TopKC()), "a scale of its own", "topkc:0.01"),
+        (lambda: Scaled(inner=GlobalLinear()), "a scale of its own", "global:8"),
         (lambda: Scaled(inner=OneBit()), "an unbiased compressor", "onebit"),
         (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]

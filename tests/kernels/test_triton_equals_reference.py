@@ -369,8 +369,11 @@ def test_random_bytes_never_write_outside(kernels: ModuleType, kind: Kind) -> No
 
 def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     x, out = torch.ones(9, device=DEVICE), torch.zeros(100, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ThinwireError, match="nothing has no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
-        Kind("", "nothing", lambda n: n).encode(kernels, [EncodeJob(x, out, key=KEY)])
+    for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
+        with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+            kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
+    with pytest.raises(ThinwireError, match="vote has no CUDA kernels yet"):
+        kernels.majority_vote([])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")

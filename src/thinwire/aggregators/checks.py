@@ -24,7 +24,7 @@ def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
     if feedback is not None and isinstance(contract, Unbiased):
         raise RecipeError(
             f"{compressor.recipe()}: unbiased kinds diverge under error feedback unless scaled by 1/(1+omega); "
-            "drop the feedback, or round to nearest"
+            "drop the feedback, or scale it, as 'scaled:linear:3' is, or round to nearest"
         )
     if isinstance(feedback, EF21) and not isinstance(contract, Contractive):
         raise RecipeError(

@@ -41,8 +41,9 @@ class Compose(Compressor):
     Wire: the k values as `then` encodes a block of k, then what follows the values in `first`'s encoding: indices.
 
     Args:
-        first: `TopK` or `RandomK`, with float32 values.
-        then: any compressor; one that draws no numbers behind `RandomK`, whose key all ranks share.
+        first: `TopK` or `RandomK`, with float32 values; not one that is `scaled`.
+        then: any compressor that has a scale of its own; one that draws no numbers behind `RandomK`, whose key all
+            ranks share.
 
     Raises:
         RecipeError: others than these.
@@ -68,6 +69,11 @@ class Compose(Compressor):
     def __post_init__(self) -> None:
         if self.first.value_dtype != torch.float32:
             raise RecipeError(f"Compose: expected TopK or RandomK with float32 values first, got {self.first}")
+        if isinstance(self.first, RandomK) and self.first.scaled:
+            # Neither unbiased nor a contraction: feedback would be asked for, and diverge under it.
+            raise RecipeError(f"Compose: expected values that are not scaled, got {self.first.recipe()}")
+        if self.then.statistic_reduction is not None:
+            raise RecipeError(f"Compose: expected a compressor with a scale of its own, got {self.then.recipe()}")
         if self.then.shared_key or (self.first.shared_key and self.then.stochastic):
             raise RecipeError(
                 f"Compose: expected a compressor that draws no numbers behind a shared key, got {self.then.recipe()}"
@@ -82,6 +88,10 @@ class Compose(Compressor):
     def shared_key(self) -> bool:
         """As `first`."""
         return self.first.shared_key
+
+    def holds_back(self, spec: BlockSpec) -> bool:
+        """As `first`."""
+        return self.first.holds_back(spec)
 
     def _cut(self, spec: BlockSpec) -> tuple[BlockSpec, int, int, int]:
         return _cut(self.first, self.then, spec)

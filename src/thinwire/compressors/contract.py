@@ -13,7 +13,9 @@ SMALLEST_NORMAL = 2.0**-126  # below it float32 has too few bits for a scale to 
 class Unbiased:
     """E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2.
 
-    Holds for blocks whose non-zero |x_i| all lie in [smallest, largest]. Below, the mean is still x.
+    Holds for blocks whose non-zero |x_i| all lie in [smallest, largest]. Below, the mean is still x. Kinds that round
+    by chance do so with 16 random bits: their mean is x to 2^-17 of the distance between the levels beside x_i, and
+    what is nearer than that to a level, 0 too, always becomes it.
     """
 
     omega: float

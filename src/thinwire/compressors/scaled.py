@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire import kernels
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
 from thinwire.errors import RecipeError
@@ -36,10 +37,11 @@ class Scaled(Compressor):
     Wire: that of `inner`. The factor, a float32, is applied by who decodes.
 
     Args:
-        inner: an unbiased compressor that rounds; `RandomK` is a contraction where it is not `scaled`.
+        inner: an unbiased compressor that rounds, by a scale of its own; `RandomK` is a contraction where it is not
+            `scaled`.
 
     Raises:
-        RecipeError: `inner` is not unbiased, or shares its key.
+        RecipeError: `inner` is not unbiased, shares its key, or waits for a scale that all senders agree on.
 
     Example:
         >>> from thinwire import LinearDithering
@@ -66,6 +68,8 @@ class Scaled(Compressor):
                 f"Scaled: expected a compressor without a shared key, got {self.inner.recipe()}; leave out its "
                 "`scaled`, and it is a contraction"
             )
+        if self.inner.statistic_reduction is not None:
+            raise RecipeError(f"Scaled: expected a compressor with a scale of its own, got {self.inner.recipe()}")
 
     @property
     def stochastic(self) -> bool:
@@ -103,6 +107,10 @@ class Scaled(Compressor):
             # Of blocks that are not finite the bytes and the residual mean nothing; they still decode.
             kept = [spec for job, spec in zip(jobs, specs, strict=True) if job.residual is not None]
             self.inner.decode_jobs(sent, kept, threads=threads)
+            # Of huge values what is left may have no room in float32, though all that was sent has.
+            left = iter(kernels.serving(sent).all_finite([job.out for job in sent], threads=threads))
+            room = [job.residual is None or next(left) for job in jobs]
+            finite = [a and b for a, b in zip(finite, room, strict=True)]
         return finite
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:

@@ -131,7 +131,7 @@ class TopK(Compressor):
         if spec.numel > MAX_NUMEL:
             raise RecipeError(
                 f"TopK: expected at most {MAX_NUMEL} elements a block (16-bit indices), got {spec.numel}; "
-                f"lower partition_numel"
+                "lower partition_numel; where the other hop needs whole matrices, choose another kind for one of them"
             )
         return top_k_layout(spec.numel, self.num_kept(spec.numel), self._wire_dtype, self.chunked)
 

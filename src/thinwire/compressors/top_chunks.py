@@ -88,6 +88,10 @@ class TopKC(Compressor):
         c = -(-numel // self.chunk)
         return min(c, max(1, int(self.density * c)))
 
+    def holds_back(self, spec: BlockSpec) -> bool:
+        """Below density 1."""
+        return self.num_kept(spec.numel) < self.num_statistics(spec)
+
     def layout(self, spec: BlockSpec) -> Layout:
         """The values."""
         return Layout.of(values=(self.value_dtype, (self.num_kept(spec.numel) * self.chunk,)))

@@ -41,7 +41,7 @@ from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name.startswith(("encode_", "decode_", "reduce_", "shared_")):
+    if name.startswith(("encode_", "decode_", "reduce_", "shared_", "majority_")):
         kind = name.split("_", 1)[1].replace("_", " ")
         raise ThinwireError(f"{kind} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
     raise AttributeError(name)
