@@ -66,6 +66,8 @@ class Scaled(Compressor):
                 f"Scaled: expected a compressor without a shared key, got {self.inner.recipe()}; leave out its "
                 "`scaled`, and it is a contraction"
             )
+        if self.inner.statistic_reduction is not None:
+            raise RecipeError(f"Scaled: expected a compressor with scales of its own, got {self.inner.recipe()}")
 
     @property
     def stochastic(self) -> bool:

@@ -197,9 +197,14 @@ def natural_nbytes(bits: int) -> PayloadNbytes:
 
 
 @functools.cache
-def ternary_code_nbytes(block: int) -> PayloadNbytes:
+def ternary_code_nbytes(block: int, shared: bool) -> PayloadNbytes:
     """Return the payload of `encode_ternary`."""
-    return lambda n, _: 4 * -(-n // (block or max(n, 1))) + ternary_nbytes(n, block or max(n, 1))
+
+    def nbytes(n: int, _: int) -> int:
+        width = block or max(n, 1)
+        return (0 if shared else 4 * -(-n // width)) + ternary_nbytes(n, width)
+
+    return nbytes
 
 
 @functools.cache
