@@ -87,7 +87,7 @@ def block_cast(format: FloatFormat, block: int) -> Kind:
     def nbytes(n: int) -> int:
         return 4 * -(-n // block) + codes_nbytes(n, FORMATS[format].bits, block)
 
-    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings, on_cuda=False)
+    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -262,7 +262,7 @@ KINDS = [
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
     ),
-    Kind("sign", "sign", lambda n: -(-n // 8), on_cuda=False),
+    Kind("sign", "sign", lambda n: -(-n // 8)),
     *(_top_k(dtype, label, num_kept) for dtype in VALUE_DTYPES for label, num_kept in _KEPT.items()),
     *(
         _top_k(dtype, label, _KEPT[label], selection, chunked)
