@@ -26,18 +26,6 @@ struct Dither {
     bool l2;            // the scale is the L2 norm; else the largest magnitude
 };
 
-struct Ternary {
-    std::size_t block;  // 0: the whole partition
-    double clip;        // the scale is at most this many times the root of the mean of q^2; 0: any
-};
-
-// A byte that no five ternary codes give.
-struct BadByte {
-    bool found = false;
-    std::size_t place = 0;  // from the first byte of codes
-    int got = 0;
-};
-
 struct MinMax {
     int bits;           // 1 to 8
     std::size_t block;  // 0: the whole partition
@@ -80,10 +68,6 @@ void decode_dither(const DecodeJob& job, const Dither& settings, Scratch& scratc
 
 bool encode_natural(const EncodeJob& job, int bits, Scratch& scratch);
 void decode_natural(const DecodeJob& job, int bits, Scratch& scratch);
-
-bool encode_ternary(const EncodeJob& job, const Ternary& settings, Scratch& scratch);
-BadByte check_ternary(const DecodeJob& job, std::size_t block);
-void decode_ternary(const DecodeJob& job, std::size_t block);
 
 bool encode_min_max(const EncodeJob& job, const MinMax& settings, Scratch& scratch);
 void decode_min_max(const DecodeJob& job, const MinMax& settings, Scratch& scratch);

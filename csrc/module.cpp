@@ -60,20 +60,6 @@ nb::object decode_top_k_all(const nb::bytes& packed, int number, bool chunked, i
     return nb::make_tuple(bad_job - 1, bad.kind == BadIndices::count ? "count" : "index", bad.place, bad.got, bad.before);
 }
 
-// Check every job before any is decoded. Returns the first bad byte, (job, place, got), or None.
-nb::object decode_ternary_all(const nb::bytes& packed, std::size_t block, int threads) {
-    const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
-    std::size_t bad_job = 0;
-    BadByte bad;
-    {
-        nb::gil_scoped_release release;
-        for (std::size_t i = 0; i < jobs.size() && !bad.found; i++) bad = check_ternary(jobs[bad_job = i], block);
-        if (!bad.found)
-            parallel_for(jobs.size(), threads, [&](std::size_t i, Scratch&) { decode_ternary(jobs[i], block); });
-    }
-    return bad.found ? nb::object(nb::make_tuple(bad_job, bad.place, bad.got)) : nb::none();
-}
-
 void decode_random_k_all(const nb::bytes& packed, const nb::bytes& packed_streams, const RandomK& settings,
                          int threads) {
     const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
@@ -168,13 +154,6 @@ NB_MODULE(_native, m) {
     m.def("decode_natural", [](const nb::bytes& jobs, int bits, int threads) {
         decode_all(jobs, threads, [=](const DecodeJob& job, Scratch& scratch) { decode_natural(job, bits, scratch); });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("threads"));
-    m.def("encode_ternary", [](const nb::bytes& jobs, std::size_t block, double clip, int threads) {
-        const Ternary settings{block, clip};
-        return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
-            return encode_ternary(job, settings, scratch);
-        });
-    }, nb::arg("jobs"), nb::arg("block"), nb::arg("clip"), nb::arg("threads"));
-    m.def("decode_ternary", &decode_ternary_all, nb::arg("jobs"), nb::arg("block"), nb::arg("threads"));
     m.def("encode_min_max",
           [](const nb::bytes& jobs, int bits, std::size_t block, bool bagua, bool stochastic, int threads) {
               const MinMax settings{bits, block, bagua, stochastic};

@@ -33,6 +33,24 @@ void decode_all(const nb::bytes& packed, const nb::bytes& packed_shared, int thr
                  [&](std::size_t i, Scratch& scratch) { decode(jobs[i], shared[i].numbers, scratch); });
 }
 
+// Check every job before any is decoded. Returns the first bad byte, (job, place, got), or None.
+nb::object decode_ternary_all(const nb::bytes& packed, const nb::bytes& packed_shared, std::size_t block, int threads) {
+    const std::vector<DecodeJob> jobs = unpack<DecodeJob>(packed);
+    const std::vector<Shared> shared = unpack<Shared>(packed_shared);
+    if (shared.size() != jobs.size()) throw std::invalid_argument("expected something shared for every job");
+    std::size_t bad_job = 0;
+    BadByte bad;
+    {
+        nb::gil_scoped_release release;
+        for (std::size_t i = 0; i < jobs.size() && !bad.found; i++)
+            bad = check_ternary(jobs[bad_job = i], shared[i].numbers, block);
+        if (!bad.found)
+            parallel_for(jobs.size(), threads,
+                         [&](std::size_t i, Scratch&) { decode_ternary(jobs[i], shared[i].numbers, block); });
+    }
+    return bad.found ? nb::object(nb::make_tuple(bad_job, bad.place, bad.got)) : nb::none();
+}
+
 template <typename Job, typename Run> void run_all(const nb::bytes& packed, int threads, Run run) {
     const std::vector<Job> jobs = unpack<Job>(packed);
     nb::gil_scoped_release release;
@@ -79,6 +97,15 @@ void bind_shared(nb::module_& m) {
     m.def("reduce_global_exponential", [](const nb::bytes& jobs, int threads) {
         run_all<ReduceJob>(jobs, threads, [](const ReduceJob& job) { reduce_global_exponential(job); });
     }, nb::arg("jobs"), nb::arg("threads"));
+    m.def("encode_ternary", [](const nb::bytes& jobs, const nb::bytes& shared, std::size_t block, double clip,
+                               int threads) {
+        const Ternary settings{block, clip};
+        return encode_all(jobs, shared, threads, [=](const EncodeJob& job, const f32* own, Scratch& scratch) {
+            return encode_ternary(job, own, settings, scratch);
+        });
+    }, nb::arg("jobs"), nb::arg("shared"), nb::arg("block"), nb::arg("clip"), nb::arg("threads"));
+    m.def("decode_ternary", &decode_ternary_all, nb::arg("jobs"), nb::arg("shared"), nb::arg("block"),
+          nb::arg("threads"));
     m.def("encode_top_chunks", [](const nb::bytes& jobs, const nb::bytes& shared, int number, std::size_t chunk,
                                   int threads) {
         return encode_all(jobs, shared, threads, [=](const EncodeJob& job, const f32* own, Scratch& scratch) {

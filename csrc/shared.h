@@ -5,7 +5,7 @@
 
 namespace thinwire {
 
-// What a job's senders agreed on: struct format "<Q" in packing_shared.py.
+// What a job's senders agreed on: struct format "<Q" in packing_shared.py. Null where ternary codes have own scales.
 struct Shared {
     const f32* numbers;
 };
@@ -47,6 +47,18 @@ struct GlobalExponential {
     bool squared;
 };
 
+struct Ternary {
+    std::size_t block;  // 0: the whole partition
+    double clip;        // an own scale is at most this many times the root of the mean of q^2; 0: any
+};
+
+// A byte that no five ternary codes give.
+struct BadByte {
+    bool found = false;
+    std::size_t place = 0;  // from the first byte of codes
+    int got = 0;
+};
+
 // One norm per `block` elements (0: of all): the largest magnitude, or L2; perhaps its square.
 void shared_norms(const StatisticJob& job, std::size_t block, bool l2, bool squared);
 
@@ -57,6 +69,11 @@ void reduce_global_linear(const ReduceJob& job, int bits);
 bool encode_global_exponential(const EncodeJob& job, const f32* shared, const GlobalExponential& settings);
 void decode_global_exponential(const DecodeJob& job, const f32* shared, const GlobalExponential& settings);
 void reduce_global_exponential(const ReduceJob& job);
+
+// `shared` holds a scale per block; null: the scales stand before the codes.
+bool encode_ternary(const EncodeJob& job, const f32* shared, const Ternary& settings, Scratch& scratch);
+BadByte check_ternary(const DecodeJob& job, const f32* shared, std::size_t block);
+void decode_ternary(const DecodeJob& job, const f32* shared, std::size_t block);
 
 bool encode_top_chunks(const EncodeJob& job, const f32* shared, Number number, std::size_t chunk, Scratch& scratch);
 void decode_top_chunks(const DecodeJob& job, const f32* shared, Number number, std::size_t chunk);

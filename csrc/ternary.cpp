@@ -1,7 +1,8 @@
 // Ternary codes: values rounded by chance to -scale, 0 and +scale; five codes a byte. kernels/ternary.py says where.
+// Scales stand before the codes, or ranks agreed on them and hand them in.
 #include "codes.h"
-#include "kernels.h"
 #include "philox.h"
+#include "shared.h"
 #include "tree_sum.h"
 #include "uniform.h"
 
@@ -23,8 +24,14 @@ TW_INLINE Blocks blocks_of(std::size_t n, std::size_t block) {
 
 TW_INLINE std::size_t codes_nbytes(std::size_t m) { return (m + PER_BYTE - 1) / PER_BYTE; }
 
+TW_INLINE std::size_t scales_nbytes(const Blocks& blocks, const f32* shared) { return shared ? 0 : 4 * blocks.count; }
+
+TW_INLINE bool is_scale(float shared) { return shared >= 0.0f && magnitude(shared) < INF_BITS; }
+
+TW_INLINE float scale_or_none(float shared) { return is_scale(shared) ? shared : 0.0f; }
+
 // max|q|, or less where it is clipped; 0 where q is not finite. `sums` has room for one number per chunk.
-TW_INLINE float scale_of_block(const f32* q, std::size_t m, std::int32_t peak, double clip, double* sums) {
+TW_INLINE float own_scale(const f32* q, std::size_t m, std::int32_t peak, double clip, double* sums) {
     if (peak >= INF_BITS) return 0.0f;
     const float largest = std::bit_cast<float>(peak);
     if (clip == 0.0) return largest;
@@ -74,21 +81,22 @@ TW_INLINE void ternary_values(const std::uint8_t* packed, f32* out, std::size_t 
     digit_values<81, accumulate>(packed, out + 4 * h, of_digit(4), scale, alpha);
 }
 
-template <bool has_residual> TW_INLINE bool encode(const EncodeJob& job, const Ternary& settings, Scratch& scratch) {
+template <bool has_residual>
+TW_INLINE bool encode(const EncodeJob& job, const f32* shared, const Ternary& settings, Scratch& scratch) {
     const Blocks blocks = blocks_of(job.n, settings.block);
     const std::size_t num_sums = (blocks.longest + CHUNK - 1) / CHUNK, num_random = uniforms_size(TILE);
     double* sums = scratch.get<double>(num_sums + (num_random + 1) / 2 + (blocks.longest + CODES_SLACK + 7) / 8);
     float* random = reinterpret_cast<float*>(sums + num_sums);
     auto* codes = reinterpret_cast<std::uint8_t*>(random + num_random);
-    std::uint8_t* out = job.out + 4 * blocks.count;
+    std::uint8_t* out = job.out + scales_nbytes(blocks, shared);
     bool finite = true;
     for (std::size_t b = 0, begin = 0; b < blocks.count; b++, begin += blocks.width) {
         const std::size_t m = std::min<std::size_t>(blocks.width, job.n - begin);
         std::int32_t peak = 0;
         const f32* q = form_q(job, begin, m, peak);
-        finite = finite && peak < INF_BITS;
-        const float scale = scale_of_block(q, m, peak, settings.clip, sums);
-        std::memcpy(job.out + 4 * b, &scale, 4);
+        finite = finite && peak < INF_BITS && (!shared || is_scale(shared[b]));
+        const float scale = shared ? scale_or_none(shared[b]) : own_scale(q, m, peak, settings.clip, sums);
+        if (!shared) std::memcpy(job.out + 4 * b, &scale, 4);
         if (scale > 0.0f) {
             for (std::size_t t = 0; t < m; t += TILE) {
                 const std::size_t now = std::min<std::size_t>(TILE, m - t), place = begin + t;
@@ -106,13 +114,16 @@ template <bool has_residual> TW_INLINE bool encode(const EncodeJob& job, const T
     return finite;
 }
 
-template <bool accumulate> TW_INLINE void decode(const DecodeJob& job, std::size_t block) {
+template <bool accumulate> TW_INLINE void decode(const DecodeJob& job, const f32* shared, std::size_t block) {
     const Blocks blocks = blocks_of(job.n, block);
-    const std::uint8_t* packed = job.data + 4 * blocks.count;
+    const std::uint8_t* packed = job.data + scales_nbytes(blocks, shared);
     for (std::size_t b = 0, begin = 0; b < blocks.count; b++, begin += blocks.width) {
         const std::size_t m = std::min<std::size_t>(blocks.width, job.n - begin);
         float scale;
-        std::memcpy(&scale, job.data + 4 * b, 4);
+        if (shared)
+            scale = scale_or_none(shared[b]);
+        else
+            std::memcpy(&scale, job.data + 4 * b, 4);
         ternary_values<accumulate>(packed, job.out + begin, m, scale, job.alpha);
         packed += codes_nbytes(m);
     }
@@ -120,13 +131,13 @@ template <bool accumulate> TW_INLINE void decode(const DecodeJob& job, std::size
 
 }  // namespace
 
-TW_CLONES bool encode_ternary(const EncodeJob& job, const Ternary& settings, Scratch& scratch) {
-    return job.residual ? encode<true>(job, settings, scratch) : encode<false>(job, settings, scratch);
+TW_CLONES bool encode_ternary(const EncodeJob& job, const f32* shared, const Ternary& settings, Scratch& scratch) {
+    return job.residual ? encode<true>(job, shared, settings, scratch) : encode<false>(job, shared, settings, scratch);
 }
 
-TW_CLONES BadByte check_ternary(const DecodeJob& job, std::size_t block) {
+TW_CLONES BadByte check_ternary(const DecodeJob& job, const f32* shared, std::size_t block) {
     const Blocks blocks = blocks_of(job.n, block);
-    const std::uint8_t* codes = job.data + 4 * blocks.count;
+    const std::uint8_t* codes = job.data + scales_nbytes(blocks, shared);
     const std::size_t full = job.n / blocks.width, left = job.n % blocks.width;
     const std::size_t nbytes = full * codes_nbytes(blocks.width) + codes_nbytes(left);
     std::uint8_t largest = 0;
@@ -136,8 +147,8 @@ TW_CLONES BadByte check_ternary(const DecodeJob& job, std::size_t block) {
     return {true, static_cast<std::size_t>(bad - codes), *bad};
 }
 
-TW_CLONES void decode_ternary(const DecodeJob& job, std::size_t block) {
-    job.accumulate ? decode<true>(job, block) : decode<false>(job, block);
+TW_CLONES void decode_ternary(const DecodeJob& job, const f32* shared, std::size_t block) {
+    job.accumulate ? decode<true>(job, shared, block) : decode<false>(job, shared, block);
 }
 
 }  // namespace thinwire

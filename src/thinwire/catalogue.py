@@ -41,6 +41,7 @@ WHEN = {
     "cnat:8": "a quarter of the bytes without any scale, variance at most an eighth; int8 errs far less",
     "terngrad": "to compare with TernGrad; one scale a partition makes it very noisy",
     "terngrad:block=512": "unbiased at 1.7 bits a value; compare with int2:stochastic",
+    "terngrad:shared": "to compare with TernGrad's shared scale, whose codes count alike on all ranks",
     "minmax:8:block=512": "as int8 for blocks that lie to one side of 0, such as activations",
     "minmax:8:bagua": "to compare with BAGUA's 8-bit kind, whose scale is one for a partition",
     "minmax:4:stochastic:block=512": "unbiased at 4 bits for blocks to one side of 0; else int4:stochastic errs less",

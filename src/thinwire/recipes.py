@@ -121,7 +121,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "natural": _Kind(NaturalDithering, _NORMS, {"block": int}, ("bits", int, "natural:3")),
     "qsgd": _Kind(partial(LinearDithering, norm="l2", block=512), {}, {"block": int}, ("bits", int, "qsgd:4")),
     "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
-    "terngrad": _Kind(TernGrad, {}, {"block": int, "clip": float}),
+    "terngrad": _Kind(TernGrad, {"shared": ("shared", True)}, {"block": int, "clip": float}),
     "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
     "onebit": _Kind(OneBit, _SCALES),
     "sign": _Kind(Sign, _TIES),

@@ -167,7 +167,9 @@ def test_exact_recipes_have_no_error(recording: Recording) -> None:
         assert row["cosine"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("recipe", [*(entry.recipe for entry in catalogue() if entry.aggregators), "topk:0.1@dgc", "int4@ef21"])
+@pytest.mark.parametrize(
+    "recipe", [*(entry.recipe for entry in catalogue() if entry.aggregators), "topk:0.1@dgc", "int4@ef21"]
+)
 def test_every_recipe_can_be_replayed(recording: Recording, recipe: str) -> None:
     aggregator = parse_recipe(recipe)
     row = Fidelity(recording).measure(aggregator)

@@ -107,6 +107,8 @@ TABLE: list[Compressor] = [
     Alone(inner=GlobalLinear(bits=4, across="l2")),
     Alone(inner=GlobalExponential()),
     Alone(inner=GlobalExponential(norm="l2", across="l2")),
+    Alone(inner=TernGrad(shared=True)),
+    Alone(inner=TernGrad(shared=True, block=64)),
     Alone(inner=TopKC(density=0.1, chunk=16)),
     Alone(inner=TopKC(density=0.3, value_dtype=torch.float32)),
     LowRank(rank=4),

@@ -704,6 +704,20 @@ def test_chunks_send_their_values() -> None:
     assert raw(q.encode(x, shared=shared)) == floats(*range(9, 21), 0, 0, 0, 0)
 
 
+def test_terngrad_sends_codes_alone_where_the_scale_is_shared() -> None:
+    x = torch.tensor([2.0, -2.0, 0.0, 2.0, 2.0, -2.0, 0.0])
+    kind, shared = TernGrad(shared=True), torch.tensor([2.0])
+    assert raw(kind.encode(x, Key(1), shared=shared)) == bytes([10, 23, 0, 0])  # h = 2, as without
+    assert torch.equal(kind.decode(kind.encode(x, Key(1), shared=shared), BlockSpec(shape=(7,)), shared=shared), x)
+    # A scale of another sender, 4: the codes are of that, by the uniform; two blocks, of 32 and of 1 values.
+    kind, shared, key = TernGrad(shared=True, block=32), torch.tensor([4.0, 8.0]), Key(77, step=5, stream=2, offset=300)
+    x, scales = torch.linspace(-3, 3, 33), torch.tensor([4.0] * 32 + [8.0])
+    data = kind.encode(x, key, shared=shared)
+    expected = torch.floor(x / scales + uniform(key, 33)) * scales
+    assert data.numel() == 7 + 1
+    assert torch.equal(kind.decode(data, BlockSpec(shape=(33,)), shared=shared), expected)
+
+
 def test_global_reductions_are_by_the_uniform() -> None:
     key = Key(9, step=1, offset=40)
     u, spec, shared = uniform(key, 64), BlockSpec(shape=(64,)), torch.tensor([127.0])
@@ -819,6 +833,8 @@ def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
         (TernGrad(), 65536, 4 + 13108),
         (TernGrad(block=512), 65536, 128 * (4 + 103)),
         (TernGrad(block=64), 130, 3 * 4 + 13 + 13 + 1 + 1),
+        (TernGrad(shared=True), 65536, 13108),
+        (TernGrad(shared=True, block=64), 130, 13 + 13 + 1 + 1),
         (MinMax(bits=8), 65536, 8 + 65536),
         (MinMax(bits=1, block=512), 65536, 128 * 8 + 8192),
         (MinMax(bits=4, rule="bagua", block=512), 513, 2 * 8 + 256 + 1 + 3),

@@ -363,7 +363,7 @@ def levels_of(compressor: Compressor, x: Tensor) -> Tensor:
             side = torch.arange(1, compressor.levels + 1).double() / compressor.levels
         case NaturalDithering():
             side = 2.0 ** torch.arange(1 - compressor.levels, 1).double()
-        case TernGrad():
+        case TernGrad() | Alone(inner=TernGrad()):
             side = torch.ones(1).double()
         case NaturalCompression():
             ends = math.log2(compressor.smallest), math.ceil(math.log2(float(x.abs().max())))
@@ -883,6 +883,11 @@ def test_table_has_every_kind_once() -> None:
         (lambda: TernGrad(block=65538), "32 to 65536, or None", "65538"),
         (lambda: TernGrad(clip=0.5), "at least 1, or None", "0.5"),
         (lambda: TernGrad(clip=float("nan")), "at least 1, or None", "nan"),
+        (lambda: TernGrad(clip=2.5, shared=True), "no clip with a shared scale", "2.5"),
+        (lambda: TernGrad(summands=2), "TernGrad.*1 to 65536 summands, 1 unless shared", "2"),
+        (lambda: TernGrad(shared=True, summands=0), "TernGrad.*1 to 65536 summands", "0"),
+        (lambda: Scaled(inner=GlobalLinear()), "Scaled.*scales of its own", "global:8"),
+        (lambda: Compose(first=TopK(value_dtype=torch.float32), then=GlobalLinear()), "scales of its own", "global:8"),
         (lambda: MinMax(bits=9), "1 to 8", "9"),  # type: ignore[arg-type]
         (lambda: MinMax(bits=1, rule="bagua"), "MinMax.*2 to 8", "1"),
         (lambda: MinMax(rule="max"), "'affine' or 'bagua'", "'max'"),  # type: ignore[arg-type]

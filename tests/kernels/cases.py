@@ -29,6 +29,7 @@ class Kind:
     decode_settings: dict[str, Any] = field(default_factory=dict)
     num_kept: Callable[[int], int] | None = None
     shared: Callable[[int], Tensor] | None = None  # what ranks agreed on, for n elements
+    on_cuda: bool = True  # has Triton kernels
 
     @property
     def stochastic(self) -> bool:
@@ -86,7 +87,7 @@ def block_cast(format: FloatFormat, block: int) -> Kind:
     def nbytes(n: int) -> int:
         return 4 * -(-n // block) + codes_nbytes(n, FORMATS[format].bits, block)
 
-    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings, on_cuda=False)
+    return Kind(f"{format}-{block}", "block_cast", nbytes, settings, settings)
 
 
 def dither(bits: int, block: int, natural: bool, l2: bool) -> Kind:
@@ -106,15 +107,28 @@ def natural(bits: int) -> Kind:
     return Kind(f"cnat{bits}", "natural", lambda n: codes_nbytes(n, bits, max(n, 1)), settings, settings)
 
 
-def ternary(block: int, clip: float) -> Kind:
-    """Return the kind for any block size; `block` = 0 is the whole partition, `clip` = 0 is none."""
+def ternary(block: int, clip: float = 0.0, scales: Sequence[float] = ()) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition, `clip` = 0 is none.
+
+    With `scales`, those in turn are what ranks agreed on for the blocks.
+    """
 
     def nbytes(n: int) -> int:
         width = block or max(n, 1)
-        return 4 * -(-n // width) + n // width * -(-width // 5) + -(-(n % width) // 5)
+        return (0 if scales else 4 * -(-n // width)) + n // width * -(-width // 5) + -(-(n % width) // 5)
+
+    def shared(n: int) -> Tensor:
+        num = -(-n // block) if block else 1
+        return torch.tensor(scales).repeat(num)[:num]
 
     label = f"ternary-{block or 'partition'}" + (f"-clip{clip:g}" if clip else "")
-    return Kind(label, "ternary", nbytes, {"block": block, "clip": clip}, {"block": block})
+    decode_settings: dict[str, Any] = {"block": block}
+    if scales:
+        label += "-shared-" + "-".join(f"{scale:g}" for scale in scales)
+        decode_settings["shared"] = True
+    settings = {**decode_settings, "clip": clip}
+    agreed = shared if scales else None
+    return Kind(label, "ternary", nbytes, settings, decode_settings, on_cuda=not scales, shared=agreed)
 
 
 def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False) -> Kind:
@@ -236,6 +250,8 @@ KINDS = [
     natural(8),
     natural(9),
     *(ternary(block, clip) for block in (0, 33, 512, 2000) for clip in (0.0, 2.5)),
+    *(ternary(block, scales=(2.0, 0.0, 3.0, 1e-44, 3.4e38)) for block in (33, 512)),
+    *(ternary(0, scales=(scale,)) for scale in (0.0, 1e-44, 1e-30, 2.0, 3.4e38)),
     *(min_max(bits, block) for bits, block in ((1, 0), (1, 33), (2, 512), (4, 0), (5, 2000), (8, 512), (8, 1))),
     *(min_max(bits, block, stochastic=True) for bits, block in ((1, 512), (3, 0), (4, 33), (8, 2000))),
     *(min_max(bits, block, bagua=True) for bits, block in ((2, 33), (4, 0), (7, 2000), (8, 512), (8, 0))),
@@ -244,7 +260,7 @@ KINDS = [
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})
         for rms in (False, True)
     ),
-    Kind("sign", "sign", lambda n: -(-n // 8), on_cuda=False),
+    Kind("sign", "sign", lambda n: -(-n // 8)),
     *(_top_k(dtype, label, num_kept) for dtype in VALUE_DTYPES for label, num_kept in _KEPT.items()),
     *(
         _top_k(dtype, label, _KEPT[label], selection, chunked)

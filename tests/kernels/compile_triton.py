@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.kernels import triton_backend
-from thinwire.kernels.jobs import DecodeJob, EncodeJob, ReduceJob
+from thinwire.kernels.jobs import DecodeJob, EncodeJob, ReduceJob, VoteJob
 from thinwire.kernels.triton_launch import Table
 from thinwire.wire import align
 
@@ -28,6 +28,7 @@ LABELS = {
         "int7-33-nearest",
     ),
     *("linear5-512-l2", "linear7-partition-max", "natural7-partition-l2", "natural8-2000-max", "one_bit-rms"),
+    *("e4m3-512", "e5m2-33", "e3m0-512", "sign"),
     *("top_k-float32-percent", "top_k-bfloat16-half", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
     *(
@@ -108,6 +109,9 @@ def main() -> None:
     for kind in kinds:
         compile_kind(kind, 2**21 if kind.name == "one_bit" else 4096)  # three levels of the tree of sums
     compile_shared(4096)
+    for key in (None, KEY):
+        rows = [torch.zeros(64, dtype=torch.uint8)] * 3
+        triton_backend.majority_vote([VoteJob(rows, torch.zeros(64, dtype=torch.uint8), 512, key)])
     print(len(compiler.seen), "variants")
 
 

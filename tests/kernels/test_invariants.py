@@ -201,6 +201,10 @@ def test_ternary_bytes_above_242_raise_and_write_nothing(kernels: ModuleType, pl
                 kernels.decode_ternary([DecodeJob(data, good, alpha), DecodeJob(foreign, bad, alpha)], block=36)
             assert bool((good == 7.0).all())
             assert bool((bad == 7.0).all())
+            jobs = [DecodeJob(data[8:], good, alpha, None, torch.ones(2)) for data in (data, foreign)]
+            with pytest.raises(WireError, match=f"got {byte} at byte {place} .* of job 1"):
+                kernels.decode_ternary(jobs, block=36, shared=True)
+            assert bool((good == 7.0).all())
 
 
 @pytest.mark.parametrize(

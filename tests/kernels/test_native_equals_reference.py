@@ -184,6 +184,10 @@ def test_every_ternary_byte_decodes(native: ModuleType) -> None:
         native.decode_ternary([DecodeJob(data, got)], block=0)
         reference.decode_ternary([DecodeJob(data, want)], block=0)
         assert torch.equal(bits(got), bits(want))
+        shared = torch.tensor([0.7])
+        native.decode_ternary([DecodeJob(data[4:], got, -1.5, None, shared)], block=0, shared=True)
+        reference.decode_ternary([DecodeJob(data[4:], want, -1.5, None, shared)], block=0, shared=True)
+        assert torch.equal(bits(got), bits(want))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)

@@ -96,6 +96,14 @@ def test_a_norm_that_is_none_is_flagged(kernels: ModuleType, norm: float) -> Non
     job = EncodeJob(x, out, key=KEY, shared=shared)
     assert kernels.encode_global_linear([job], bits=8, levels=127, squared=False) == [False]
     assert kernels.encode_global_exponential([job], levels=127, squared=False) == [False]
+    assert kernels.encode_ternary([job], block=0, clip=0.0, shared=True) == [False]
+    two = job._replace(shared=torch.tensor([1.0, norm]))
+    assert kernels.encode_ternary([two], block=4, clip=0.0, shared=True) == [False]
+    decoded = torch.ones(8)
+    kernels.decode_ternary(
+        [DecodeJob(torch.full((2,), 121, dtype=torch.uint8), decoded, None, None, two.shared)], block=4, shared=True
+    )
+    assert decoded.tolist() == [1.0] * 4 + [0.0] * 4
 
 
 def test_values_beyond_the_norm_are_clamped(kernels: ModuleType) -> None:
@@ -104,6 +112,8 @@ def test_values_beyond_the_norm_are_clamped(kernels: ModuleType) -> None:
     assert out.view(torch.int8)[:3].tolist() == [42, -42, 42]
     kernels.encode_global_exponential([EncodeJob(x, out, key=KEY, shared=shared)], levels=125, squared=False)
     assert out[:3].tolist() == [125, 128 + 125, 125]
+    kernels.encode_ternary([EncodeJob(x, out, key=KEY, shared=shared)], block=0, clip=0.0, shared=True)
+    assert out.tolist() == [1 + 2 * 3 + 1 * 9, 0, 0, 0]
 
 
 def test_every_byte_decodes(native: ModuleType) -> None:
@@ -156,6 +166,10 @@ def test_what_is_shared_is_checked(native: ModuleType) -> None:
             native.encode_global_linear([EncodeJob(x, out, key=KEY, shared=shared)], bits=8, levels=127, squared=False)
         with pytest.raises(ValueError, match=r"shared: expected .* got"):
             native.decode_global_exponential([DecodeJob(out, x, shared=shared)], levels=127, squared=False)
+        with pytest.raises(ValueError, match=r"shared: expected .* got"):
+            native.encode_ternary([EncodeJob(x, out, key=KEY, shared=shared)], block=3, clip=0.0, shared=True)
+        with pytest.raises(ValueError, match=r"shared: expected .* got"):
+            native.decode_ternary([DecodeJob(out, x, shared=shared)], block=3, shared=True)
     for settings in ({"bits": 5, "levels": 1}, {"bits": 4, "levels": 8}, {"bits": 8, "levels": 0}):
         with pytest.raises(ValueError, match="global linear: expected"):
             native.decode_global_linear([DecodeJob(out, x, shared=torch.ones(1))], squared=False, **settings)

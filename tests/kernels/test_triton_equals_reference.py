@@ -12,17 +12,31 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import KEY, LENGTHS, VALUES, Kind, assert_same, bits, block_quant, dither, misaligned, round_trip, ternary
+from cases import (
+    KEY,
+    LENGTHS,
+    VALUES,
+    Kind,
+    assert_same,
+    bits,
+    block_cast,
+    block_quant,
+    dither,
+    misaligned,
+    round_trip,
+    ternary,
+)
 
 from thinwire.errors import ThinwireError, WireError
 from thinwire.kernels import reference
-from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels.float_formats import FORMATS, FloatFormat
+from thinwire.kernels.jobs import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob, VoteJob
 from thinwire.kernels.reference_top_k import sample_places
 from thinwire.kernels.top_k_layout import top_k_layout
 from thinwire.random import Key
 from thinwire.wire import align
 
-KINDS = cases.KINDS
+KINDS = [kind for kind in cases.KINDS if kind.on_cuda]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter is slow.
@@ -31,6 +45,7 @@ NON_FINITE = (float("inf"), float("nan"), float("-inf"))[: 2 if INTERPRETED else
 FEW = {
     *("int8-33-nearest", "int8-512-stochastic", "int4-33-nearest", "int4-512-stochastic"),
     *("int7-33-nearest", "int3-512-stochastic", "linear5-512-l2", "natural7-partition-max", "natural8-2000-l2"),
+    *("e4m3-33", "e5m2-512", "e3m0-33", "e3m0-512", "sign"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
     *(
@@ -225,6 +240,50 @@ def test_every_code_decodes(kernels: ModuleType) -> None:
         assert torch.equal(bits(got.cpu().nan_to_num(0.5)), bits(want.nan_to_num(0.5)))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_float_of_8_and_4_bits(kernels: ModuleType, format: FloatFormat) -> None:
+    """Every code decodes, infinity and nan too; every boundary between two values is rounded rightly."""
+    codes = torch.arange(256).to(torch.uint8)
+    data = torch.cat([torch.tensor([-0.3]).view(torch.uint8), codes])
+    n = 512 if format == "e3m0" else 256
+    got, want = torch.zeros(n, device=DEVICE), torch.zeros(n)
+    kernels.decode_block_cast([DecodeJob(data.to(DEVICE), got)], format=format, block=512)
+    reference.decode_block_cast([DecodeJob(data, want)], format=format, block=512)
+    assert torch.equal(got.cpu().isnan(), want.isnan())
+    assert torch.equal(bits(got.cpu().nan_to_num(0.5)), bits(want.nan_to_num(0.5)))
+    levels = torch.tensor(FORMATS[format].levels())
+    middles = (levels[1:] + levels[:-1]) / 2
+    x = torch.cat([levels, middles, torch.nextafter(middles, middles + 1), torch.nextafter(middles, middles - 1)])
+    both(kernels, block_cast(format, 2 * x.numel()), torch.cat([x, -x]), torch.zeros(2 * x.numel()))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 9, 16, 33])
+def test_votes(kernels: ModuleType, num_rows: int) -> None:
+    """Random bytes, so also bits beyond the end; rows at odd addresses; several jobs, with a key and without."""
+    for keys in ((None, None), (KEY, None), (Key(7, 1, 2, 2**35 + 77), KEY)):
+        results: list[list[torch.Tensor]] = []
+        lengths = (1, 1000) if INTERPRETED else (1, 70_000)
+        rows = [[torch.randint(0, 256, (-(-n // 8) + 1,), dtype=torch.uint8) for _ in range(num_rows)] for n in lengths]
+        for module, device in ((reference, "cpu"), (kernels, DEVICE)):
+            outs = [torch.full((align(-(-n // 8)) + 9,), 0xAB, dtype=torch.uint8, device=device) for n in lengths]
+            jobs = [
+                VoteJob([row.to(device)[1:] for row in own], out[1:-4], n, key)
+                for own, out, n, key in zip(rows, outs, lengths, keys, strict=True)
+            ]
+            module.majority_vote(jobs)
+            module.majority_vote([])
+            results.append([out.cpu() for out in outs])
+        assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+
+
+def test_bad_votes_are_refused(kernels: ModuleType) -> None:
+    row = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(WireError, match="row: expected at least 8 bytes, got 7"):
+        kernels.majority_vote([VoteJob([row, row[:7]], row.clone(), 64)])
+    with pytest.raises(ValueError, match="equally many rows"):
+        kernels.majority_vote([VoteJob([], row, 64)])
+
+
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.label)
 def test_many_jobs_in_one_call(kernels: ModuleType, kind: Kind) -> None:
     """Of unequal lengths, with and without a residual, replaced and accumulated, and one that is not finite."""
@@ -372,8 +431,6 @@ def test_kinds_without_kernels_say_what_to_do(kernels: ModuleType) -> None:
     for kind in (Kind("", "nothing", lambda n: n), *(kind for kind in cases.KINDS if not kind.on_cuda)):
         with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
             kind.encode(kernels, [EncodeJob(x, out, key=KEY)])
-    with pytest.raises(ThinwireError, match="vote has no CUDA kernels yet"):
-        kernels.majority_vote([])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="on the CPU this is no mistake")
@@ -383,3 +440,12 @@ def test_tensors_on_another_device_are_refused(kernels: ModuleType) -> None:
         kernels.encode_cast([EncodeJob(x, out.cpu())], dtype=torch.float32)
     with pytest.raises(ValueError, match=r"residual: expected a contiguous torch\.float32 tensor on cuda"):
         kernels.encode_cast([EncodeJob(x, out, x.cpu())], dtype=torch.float32)
+
+
+def test_every_kernel_is_there_or_says_what_to_do(kernels: ModuleType) -> None:
+    names = [name for name in vars(reference) if name.startswith(("encode_", "decode_", "reduce_", "shared_"))]
+    for name in [*names, "all_finite", "majority_vote"]:
+        if name not in vars(kernels):
+            with pytest.raises(ThinwireError, match="no CUDA kernels yet; set THINWIRE_KERNELS=reference"):
+                getattr(kernels, name)
+    assert not hasattr(kernels, "nothing")

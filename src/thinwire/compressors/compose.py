@@ -78,6 +78,8 @@ class Compose(Compressor):
             raise RecipeError(
                 f"Compose: expected a compressor that draws no numbers behind a shared key, got {self.then.recipe()}"
             )
+        if self.then.statistic_reduction is not None:
+            raise RecipeError(f"Compose: expected a compressor with scales of its own, got {self.then.recipe()}")
 
     @property
     def stochastic(self) -> bool:

@@ -69,7 +69,7 @@ class Scaled(Compressor):
                 "`scaled`, and it is a contraction"
             )
         if self.inner.statistic_reduction is not None:
-            raise RecipeError(f"Scaled: expected a compressor with a scale of its own, got {self.inner.recipe()}")
+            raise RecipeError(f"Scaled: expected a compressor with scales of its own, got {self.inner.recipe()}")
 
     @property
     def stochastic(self) -> bool:

@@ -61,9 +61,9 @@ def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.de
         _bad_tensor(name, f"a contiguous {dtype} tensor on {device or 'the CPU'}", tensor)
 
 
-def check_bytes(data: Tensor, nbytes: int, name: str) -> None:
-    """Raise unless `data` holds that many bytes."""
-    check_tensor(data, torch.uint8, name, None)
+def check_bytes(data: Tensor, nbytes: int, name: str, device: torch.device | None = None) -> None:
+    """Raise unless `data` holds that many bytes, on `device` (None: the CPU)."""
+    check_tensor(data, torch.uint8, name, device)
     if data.numel() < nbytes:
         raise WireError(f"{name}: expected at least {nbytes} bytes, got {data.numel()}")
 
@@ -197,9 +197,14 @@ def natural_nbytes(bits: int) -> PayloadNbytes:
 
 
 @functools.cache
-def ternary_code_nbytes(block: int) -> PayloadNbytes:
+def ternary_code_nbytes(block: int, shared: bool) -> PayloadNbytes:
     """Return the payload of `encode_ternary`."""
-    return lambda n, _: 4 * -(-n // (block or max(n, 1))) + ternary_nbytes(n, block or max(n, 1))
+
+    def nbytes(n: int, _: int) -> int:
+        width = block or max(n, 1)
+        return (0 if shared else 4 * -(-n // width)) + ternary_nbytes(n, width)
+
+    return nbytes
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from thinwire.kernels.jobs import Batch, DecodeJob, EncodeBatch, EncodeJob, Redu
 from thinwire.kernels.packing import MAX_BLOCK, PayloadNbytes, check_dtype, check_tensor
 
 SHARED = struct.Struct("<Q")
+NOT_SHARED = SHARED.pack(0)  # of a job whose scales travel with its codes
 STATISTIC_JOB = struct.Struct("<4QfI")
 REDUCE_JOB = struct.Struct("<5Q2I2f")
 

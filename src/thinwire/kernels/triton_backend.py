@@ -8,8 +8,11 @@ changes nothing here.
 from typing import NoReturn
 
 from thinwire.errors import ThinwireError
+from thinwire.kernels import reference
 from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
 from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.triton_block_cast import decode_block_cast as decode_block_cast
+from thinwire.kernels.triton_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.triton_block_quant import decode_block_quant as decode_block_quant
 from thinwire.kernels.triton_block_quant import encode_block_quant as encode_block_quant
 from thinwire.kernels.triton_cast import all_finite as all_finite
@@ -32,6 +35,9 @@ from thinwire.kernels.triton_one_bit import decode_one_bit as decode_one_bit
 from thinwire.kernels.triton_one_bit import encode_one_bit as encode_one_bit
 from thinwire.kernels.triton_random_k import decode_random_k as decode_random_k
 from thinwire.kernels.triton_random_k import encode_random_k as encode_random_k
+from thinwire.kernels.triton_sign import decode_sign as decode_sign
+from thinwire.kernels.triton_sign import encode_sign as encode_sign
+from thinwire.kernels.triton_sign import majority_vote as majority_vote
 from thinwire.kernels.triton_ternary import decode_ternary as decode_ternary
 from thinwire.kernels.triton_ternary import encode_ternary as encode_ternary
 from thinwire.kernels.triton_top_chunks import decode_top_chunks as decode_top_chunks
@@ -41,7 +47,7 @@ from thinwire.kernels.triton_top_k import encode_top_k as encode_top_k
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name.startswith(("encode_", "decode_", "reduce_", "shared_", "majority_")):
-        kind = name.split("_", 1)[1].replace("_", " ")
+    if name.startswith(("encode_", "decode_")) or callable(getattr(reference, name, None)):
+        kind = name.removeprefix("encode_").removeprefix("decode_").replace("_", " ")
         raise ThinwireError(f"{kind} has no CUDA kernels yet; set THINWIRE_KERNELS=reference")
     raise AttributeError(name)

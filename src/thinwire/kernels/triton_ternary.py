@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.errors import ThinwireError
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.ternary import NUM_BYTES, PER_BYTE, refuse, ternary_nbytes
@@ -106,32 +107,44 @@ def _pack_codes(table: Table, codes: Tensor, stride: int, *, bits: int, block: i
     table.launch(_pack, num_tiles, codes, stride, BLOCK=block, SPAN=ternary_nbytes(block, block), TILE=TILE)
 
 
-def encode_ternary(jobs: Sequence[EncodeJob], *, block: int, clip: float, threads: int = 1) -> list[bool]:
+def _check(block: int, shared: bool) -> None:
+    packing.check_ternary(block)
+    if shared:
+        raise ThinwireError("ternary codes of a shared scale have no CUDA kernels yet; set THINWIRE_KERNELS=reference")
+
+
+def encode_ternary(
+    jobs: Sequence[EncodeJob], *, block: int, clip: float, shared: bool = False, threads: int = 1
+) -> list[bool]:
     """Write one float32 scale a block (`block` = 0: the whole partition), then the codes, five to a byte."""
     packing.check_threads(threads)
-    packing.check_ternary(block)
+    _check(block, shared)
     packing.check_keys(jobs)
     if not jobs:
         return []
     device = jobs[0].x.device
-    table = Table.of_encode(packing.pack_encode(jobs, packing.ternary_code_nbytes(block), device=device), device)
+    table = Table.of_encode(
+        packing.pack_encode(jobs, packing.ternary_code_nbytes(block, shared), device=device), device
+    )
     block, norm = block_of(block, table.most(ENCODE_N)), "clipped" if clip else "max"
     encode_blocks(table, bits=2, block=block, rule="stochastic", norm=norm, clip=clip, pack=_pack_codes)
     return table.finite()
 
 
-def decode_ternary(jobs: Sequence[DecodeJob], *, block: int, threads: int = 1) -> None:
+def decode_ternary(jobs: Sequence[DecodeJob], *, block: int, shared: bool = False, threads: int = 1) -> None:
     """Set value = code * scale of its block. All jobs are checked before any is written.
 
     Raises:
         WireError: a byte that no five codes give.
     """
     packing.check_threads(threads)
-    packing.check_ternary(block)
+    _check(block, shared)
     if not jobs:
         return
     device = jobs[0].out.device
-    table = Table.of_decode(packing.pack_decode(jobs, packing.ternary_code_nbytes(block), device=device), device)
+    table = Table.of_decode(
+        packing.pack_decode(jobs, packing.ternary_code_nbytes(block, shared), device=device), device
+    )
     n, width = table.most(DECODE_N), block_of(block, table.most(DECODE_N))
     span = ternary_nbytes(width, width)
     table.launch(_check, max(1, triton.cdiv(ternary_nbytes(n, width), TILE)), BLOCK=width, SPAN=span, TILE=TILE)
