@@ -48,8 +48,20 @@ def test_both_ways_ramp_and_what_has_no_density_stays() -> None:
     assert first.down == parse_recipe("topk:k=9~int8").up
 
 
+@pytest.mark.parametrize(
+    ("recipe", "stages", "bits"),
+    [("int4", 4, [8, 7, 6, 5, 4]), ("linear:2:block=64", 3, [8, 6, 4, 2]), ("scaled:natural:6", 4, [8, 8, 7, 7, 6])],
+)
+def test_bits_ramp(recipe: str, stages: int, bits: list[int]) -> None:
+    phases = [phase for _, phase in Ramp(recipe=recipe, steps=20, stages=stages).phases(0)]
+    assert [getattr(phase.up, "inner", phase.up).bits for phase in phases] == bits
+    assert phases[-1] == parse_recipe(recipe)
+    assert {phase.feedback for phase in phases} == {phases[-1].feedback}
+    assert all(phase.up == phase.down for phase in phases)
+
+
 @pytest.mark.parametrize("recipe", ["int8", "dense", "topk:k=5", "topk:k=5~int8", "gather/onebit"])
-def test_a_ramp_needs_a_density(recipe: str) -> None:
+def test_a_ramp_needs_something_to_lower(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"Ramp: expected a recipe with a density.*got"):
         Ramp(recipe=recipe, steps=10)
 
@@ -97,7 +109,7 @@ def test_texts(text: str, expected) -> None:
         ("dense until 5 then int9", "recipe 'int9'"),
         ("dense until 0 then int8", "ascend from 0, got 0, 0"),
         ("dense until 9 then int8 until 5 then int4", "ascend from 0, got 0, 9, 5"),
-        ("int8 ramp 9", "a recipe with a density"),
+        ("int8 ramp 9", "fewer than 8 bits"),
         ("topk:0.1 ramp 9 until 5 then int4", r"ascend from 0, got 0 \(ramp of 9\), 5"),
     ],
 )

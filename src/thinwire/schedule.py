@@ -12,28 +12,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators import Aggregator, Gather, TwoShot
-from thinwire.compressors import Compose, Compressor
+from thinwire.compressors import Compose, Compressor, Scaled
 from thinwire.errors import RecipeError
 from thinwire.plan import Patterns, Policy
 from thinwire.recipes import parse_recipe
+
+MOST_BITS = 8  # where ramps of bits begin
 
 Phase = str | Aggregator | Mapping[str, str | Aggregator] | Patterns | Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ramp:
-    r"""Lowers the density in stages, exponentially, until it is that of the recipe.
+    r"""Lowers the density, or the bits, in stages until they are those of the recipe.
 
-    In stage i of s = `stages`, each about `steps` / s long, a density d of the recipe is d^{(i+1)/(s+1)}, i from 0;
-    then it is d. For d = 0.001 and s = 4: 0.251, 0.0631, 0.0158, 0.00398.
+    In stage i of s = `stages`, each about `steps` / s long and i from 0, a density d of the recipe is d^{(i+1)/(s+1)},
+    and b < 8 bits are 8 - floor(i (8 - b) / s); then they are d and b. For d = 0.001 and s = 4: 0.251, 0.0631, 0.0158,
+    0.00398; for b = 4: 8, 7, 6, 5.
 
     Args:
-        recipe: with a kind that has a density.
+        recipe: with a kind that has a density, or bits below 8.
         steps: steps before the recipe itself is valid, at least `stages`.
         stages: steps of the stairs, at least 1.
 
     Raises:
-        RecipeError: a field out of range, or a recipe without a density.
+        RecipeError: a field out of range, or a recipe with neither.
 
     Example:
         >>> [(start, round(a.up.density, 3)) for start, a in Ramp(recipe="topk:0.001", steps=400).phases(100)]
@@ -57,30 +60,37 @@ class Ramp:
     def phases(self, start: int) -> list[tuple[int, Aggregator]]:
         """Return (first step, settings) of every stage of a ramp that begins at step `start`, and of what follows."""
         target = parse_recipe(self.recipe) if isinstance(self.recipe, str) else self.recipe
-        stages = [
-            (start + i * self.steps // self.stages, _at_power(target, (i + 1) / (self.stages + 1)))
-            for i in range(self.stages)
-        ]
+        stages = [(start + i * self.steps // self.stages, _milder(target, i, self.stages)) for i in range(self.stages)]
         return [*stages, (start + self.steps, target)]
 
 
-def _at_power(aggregator: Aggregator, power: float) -> Aggregator:
-    if not isinstance(aggregator, (TwoShot, Gather)) or not any(map(_density, (aggregator.up, aggregator.down))):
-        raise RecipeError(f"Ramp: expected a recipe with a density, as in 'topk:0.001', got {aggregator.recipe()!r}")
-
-    def raised(compressor: Compressor) -> Compressor:
-        density = _density(compressor)
-        if isinstance(compressor, Compose):
-            return dataclasses.replace(compressor, first=raised(compressor.first))  # type: ignore[arg-type]
-        return compressor if density is None else dataclasses.replace(compressor, density=density**power)  # type: ignore[type-var]
-
+def _milder(aggregator: Aggregator, stage: int, stages: int) -> Aggregator:
     if isinstance(aggregator, Gather):
-        return dataclasses.replace(aggregator, up=raised(aggregator.up))
-    return dataclasses.replace(aggregator, up=raised(aggregator.up), down=raised(aggregator.down))
+        milder = dataclasses.replace(aggregator, up=_with_more(aggregator.up, stage, stages))
+    elif isinstance(aggregator, TwoShot):
+        up, down = (_with_more(compressor, stage, stages) for compressor in (aggregator.up, aggregator.down))
+        milder = dataclasses.replace(aggregator, up=up, down=down)
+    else:
+        milder = aggregator
+    if milder == aggregator and stage == 0:
+        raise RecipeError(
+            f"Ramp: expected a recipe with a density or with fewer than {MOST_BITS} bits, as in 'topk:0.001' or "
+            f"'int4', got {aggregator.recipe()!r}"
+        )
+    return milder
 
 
-def _density(compressor: Compressor) -> float | None:
-    return getattr(compressor.first if isinstance(compressor, Compose) else compressor, "density", None)
+def _with_more(compressor: Compressor, stage: int, stages: int) -> Compressor:
+    if isinstance(compressor, Compose):
+        return dataclasses.replace(compressor, first=_with_more(compressor.first, stage, stages))  # type: ignore[arg-type]
+    if isinstance(compressor, Scaled):
+        return dataclasses.replace(compressor, inner=_with_more(compressor.inner, stage, stages))
+    density, bits = getattr(compressor, "density", None), getattr(compressor, "bits", None)
+    if density is not None:
+        return dataclasses.replace(compressor, density=density ** ((stage + 1) / (stages + 1)))  # type: ignore[type-var]
+    if bits is not None and bits < MOST_BITS:
+        return dataclasses.replace(compressor, bits=MOST_BITS - stage * (MOST_BITS - bits) // stages)  # type: ignore[type-var]
+    return compressor
 
 
 @dataclass(frozen=True, slots=True)

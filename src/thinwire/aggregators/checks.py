@@ -1,6 +1,6 @@
 """Which compressors may go with which feedback."""
 
-from thinwire.compressors import Compressor, Contract, Contractive, Unbiased, needs_feedback
+from thinwire.compressors import Compressor, Contract, Contractive, Sign, Unbiased, needs_feedback
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21, ErrorFeedback, Feedback
 from thinwire.spec import BlockSpec
@@ -54,7 +54,12 @@ def feedback_suffix(feedback: Feedback | None, *compressors: Compressor) -> str:
 
 
 def check_own_scale(compressor: Compressor, aggregator: str) -> None:
-    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where nothing reduces it."""
+    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where nothing reduces it, and for votes."""
+    if isinstance(compressor, Sign):
+        raise RecipeError(
+            f"{compressor.recipe()}: +1 and -1 say nothing of a gradient's size, and {aggregator} forms means, not "
+            "majorities; expected 'onebit', or Sign.vote by hand"
+        )
     if compressor.statistic_reduction is not None:
         raise RecipeError(
             f"{compressor.recipe()}: its scale is agreed on by all ranks before they encode, which {aggregator} does "
