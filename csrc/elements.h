@@ -42,6 +42,15 @@ TW_INLINE const f32* form_q(const EncodeJob& job, std::size_t begin, std::size_t
     return residual;
 }
 
+// Ask for elements [begin, begin + m) of the job, or of what lies behind it, which most often is the next one: where a
+// block is read twice, the second time from a cache, memory would be idle meanwhile.
+TW_INLINE void fetch_ahead(const EncodeJob& job, std::size_t begin, std::size_t m) {
+    for (std::size_t i = begin; i < begin + m; i += 16) {
+        __builtin_prefetch(job.x + i, 0, 2);
+        if (job.residual) __builtin_prefetch(job.residual + i, 1, 2);
+    }
+}
+
 // Zero the bytes of `out` from `used` on.
 TW_INLINE void zero_padding(const EncodeJob& job, std::size_t used) {
     if (job.out_nbytes > used) std::memset(job.out + used, 0, job.out_nbytes - used);

@@ -27,17 +27,14 @@ TW_INLINE float scale_of(float largest, float levels) {
     return std::min(scale, max_scale(levels));
 }
 
-// SHIFT + code of q. |q / scale| is at most levels and a few ulps, so that SHIFT rounds it rightly.
+// SHIFT + code of q. |q / scale| is at most levels and a few ulps, so that SHIFT rounds it rightly. Integers instead of
+// conditions, which compilers make slow: bits of floats above 0 order as they do.
 template <bool stochastic> TW_INLINE float shifted_code(float q, float scale, float levels, float u) {
-    float y = q / scale;
-    if constexpr (stochastic) {
-        y = y + u;
-        const float nearest = (y + SHIFT) - SHIFT;
-        y = nearest > y ? nearest - 1.0f : nearest;  // floor
-    }
-    y = y > levels ? levels : y;
-    y = y < -levels ? -levels : y;
-    return y + SHIFT;
+    const float y = stochastic ? q / scale + u : q / scale, nearest = y + SHIFT;
+    std::int32_t code = std::bit_cast<std::int32_t>(nearest);
+    if constexpr (stochastic) code += std::bit_cast<std::int32_t>(y - (nearest - SHIFT)) >> 31;  // down
+    code = std::min(code, std::bit_cast<std::int32_t>(SHIFT + levels));
+    return std::bit_cast<float>(std::max(code, std::bit_cast<std::int32_t>(SHIFT - levels)));
 }
 
 // Codes of m elements, one a byte; `residual` holds q and is left as q - code * scale. The code is taken back from its
