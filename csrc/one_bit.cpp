@@ -27,13 +27,7 @@ template <bool rms> TW_INLINE float signs_and_scale(const EncodeJob& job, std::i
         const std::size_t m = std::min<std::size_t>(CHUNK, n - c * CHUNK);
         const f32* q = form_q(job, c * CHUNK, m, peak);
         pack_signs(q, m, job.out + 4 + c * (CHUNK / 8));
-        if (m == CHUNK) {
-            sums[c] = sum_floats<rms>(q);
-        } else {
-            f32 padded[CHUNK] = {};
-            std::memcpy(padded, q, sizeof(float) * m);
-            sums[c] = sum_floats<rms>(padded);
-        }
+        sums[c] = sum_padded<rms>(q, m);
     }
     const double mean = sum_of_sums(sums, num_chunks) / static_cast<double>(n);
     return static_cast<float>(rms ? std::sqrt(mean) : mean);

@@ -25,6 +25,16 @@ struct Buffers {
 // 1 <= k <= count, values >= 0.
 TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count, std::size_t k, int last_bit = 0) {
     std::int32_t found = 0;
+    if (k < 16) {  // fewer passes downwards from the largest
+        std::int32_t above = INT32_MAX;
+        for (std::size_t reach = 0; reach < k; above = found) {
+            found = 0;
+            for (std::size_t i = 0; i < count; i++) found = std::max(found, values[i] < above ? values[i] : 0);
+            reach = 0;
+            for (std::size_t i = 0; i < count; i++) reach += values[i] >= found;
+        }
+        return found >> last_bit << last_bit;
+    }
     for (int bit = 30; bit >= last_bit; bit--) {
         const std::int32_t tried = found | (1 << bit);
         std::uint32_t reach = 0;

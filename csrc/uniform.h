@@ -27,14 +27,20 @@ TW_INLINE float scale_of(float largest, float levels) {
     return std::min(scale, max_scale(levels));
 }
 
-// SHIFT + code of q. |q / scale| is at most levels and a few ulps, so that SHIFT rounds it rightly. Integers instead of
-// conditions, which compilers make slow: bits of floats above 0 order as they do.
+// SHIFT + code of q. |q / scale| is at most levels and a few ulps, so that SHIFT rounds it rightly.
 template <bool stochastic> TW_INLINE float shifted_code(float q, float scale, float levels, float u) {
-    const float y = stochastic ? q / scale + u : q / scale, nearest = y + SHIFT;
-    std::int32_t code = std::bit_cast<std::int32_t>(nearest);
-    if constexpr (stochastic) code += std::bit_cast<std::int32_t>(y - (nearest - SHIFT)) >> 31;  // down
-    code = std::min(code, std::bit_cast<std::int32_t>(SHIFT + levels));
-    return std::bit_cast<float>(std::max(code, std::bit_cast<std::int32_t>(SHIFT - levels)));
+    float y = q / scale;
+    if constexpr (stochastic) {  // in integers, since compilers make conditions slow; bits of floats above 0 order as they do
+        y = y + u;
+        const float nearest = y + SHIFT;
+        std::int32_t code = std::bit_cast<std::int32_t>(nearest);
+        code += std::bit_cast<std::int32_t>(y - (nearest - SHIFT)) >> 31;  // down
+        code = std::min(code, std::bit_cast<std::int32_t>(SHIFT + levels));
+        return std::bit_cast<float>(std::max(code, std::bit_cast<std::int32_t>(SHIFT - levels)));
+    }
+    y = y > levels ? levels : y;
+    y = y < -levels ? -levels : y;
+    return y + SHIFT;
 }
 
 // Codes of m elements, one a byte; `residual` holds q and is left as q - code * scale. The code is taken back from its
