@@ -42,13 +42,16 @@ TW_INLINE const f32* form_q(const EncodeJob& job, std::size_t begin, std::size_t
     return residual;
 }
 
-// Ask for elements [begin, begin + m) of the job, or of what lies behind it, which most often is the next one: where a
-// block is read twice, the second time from a cache, memory would be idle meanwhile.
+// Ask for m elements that lie behind those of a block or a job: most often they are the next one's. Where a block is
+// read twice, the second time from a cache, memory would be idle meanwhile.
+TW_INLINE void fetch_ahead(const f32* x, std::size_t m) {
+    for (std::size_t i = 0; i < m; i += 16) __builtin_prefetch(x + i, 0, 2);
+}
+
+// Elements [begin, begin + m) of what is encoded.
 TW_INLINE void fetch_ahead(const EncodeJob& job, std::size_t begin, std::size_t m) {
-    for (std::size_t i = begin; i < begin + m; i += 16) {
-        __builtin_prefetch(job.x + i, 0, 2);
-        if (job.residual) __builtin_prefetch(job.residual + i, 1, 2);
-    }
+    fetch_ahead(job.x + begin, m);
+    if (job.residual) fetch_ahead(job.residual + begin, m);
 }
 
 // Zero the bytes of `out` from `used` on.

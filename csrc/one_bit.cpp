@@ -39,6 +39,7 @@ template <bool accumulate> TW_INLINE void decode(const DecodeJob& job) {
     for (std::size_t begin = 0; begin < job.n; begin += CHUNK) {
         const std::size_t m = std::min<std::size_t>(CHUNK, job.n - begin), num_bytes = (m + 7) / 8;
         const std::uint8_t* packed = job.data + 4 + begin / 8;
+        fetch_ahead(job.out + begin + 2 * CHUNK, m);  // pages and lines that stores would wait for
         // Eight copies of a byte, each with another bit kept.
         alignas(64) std::uint64_t words[CHUNK / 8];
         for (std::size_t j = 0; j < num_bytes; j++)

@@ -66,6 +66,7 @@ TW_INLINE std::size_t collect(const f32* q, std::size_t n, std::int32_t bound, s
     std::size_t count = 0;
     for (std::size_t begin = 0; begin < n; begin += TILE) {
         const std::size_t m = std::min<std::size_t>(TILE, n - begin);
+        fetch_ahead(q + n + begin, m);
         alignas(64) std::uint64_t words[TILE / 8];
         if (m < TILE) std::memset(words, 0, sizeof words);
         std::uint8_t* flags = reinterpret_cast<std::uint8_t*>(words);
