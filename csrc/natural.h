@@ -31,7 +31,7 @@ TW_INLINE void natural_codes(const f32* __restrict x, f32* __restrict residual, 
             (0x3F7FFFFF - std::bit_cast<std::uint32_t>(y * lowest_inverse + u[i])) >> 31);
         const std::int32_t level = magnitude(y) < lowest ? low : carried;
         const auto code = static_cast<std::uint32_t>(std::min(level, static_cast<std::int32_t>(levels)));
-        const std::uint32_t negative = std::bit_cast<std::uint32_t>(q) & (0 - code) & 0x80000000;  // not where code is 0
+        const std::uint32_t negative = std::bit_cast<std::uint32_t>(q) & (0 - code) & 0x80000000;  // 0 where code is
         out[i] = static_cast<std::uint8_t>(code + ((0 - (negative >> 31)) & sign));
         if constexpr (has_residual) {
             const float value = natural_level(code, levels) * scale;

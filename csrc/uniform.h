@@ -30,7 +30,8 @@ TW_INLINE float scale_of(float largest, float levels) {
 // SHIFT + code of q. |q / scale| is at most levels and a few ulps, so that SHIFT rounds it rightly.
 template <bool stochastic> TW_INLINE float shifted_code(float q, float scale, float levels, float u) {
     float y = q / scale;
-    if constexpr (stochastic) {  // in integers, since compilers make conditions slow; bits of floats above 0 order as they do
+    if constexpr (stochastic) {
+        // In integers, since compilers make conditions slow; bits of floats above 0 order as they do.
         y = y + u;
         const float nearest = y + SHIFT;
         std::int32_t code = std::bit_cast<std::int32_t>(nearest);
