@@ -41,6 +41,7 @@ TW_INLINE bool encode(const EncodeJob& job, const Dither& settings, Scratch& scr
             std::uint8_t* to = settings.bits == 8 ? out : codes;
             for (std::size_t t = 0; t < m; t += TILE) {
                 const std::size_t now = std::min<std::size_t>(TILE, m - t), place = begin + t;
+                fetch_ahead(job, place + block, now);
                 const float* u = uniforms(job, place, now, random);
                 f32* residual = has_residual ? job.residual + place : nullptr;
                 if constexpr (natural)

@@ -16,13 +16,7 @@ template <bool rms> TW_INLINE float signs_and_scale(const EncodeJob& job, std::i
         const std::size_t m = std::min<std::size_t>(CHUNK, n - c * CHUNK);
         const f32* q = form_q(job, c * CHUNK, m, peak);
         pack_signs(q, m, job.out + 4 + c * (CHUNK / 8));
-        if (m == CHUNK) {
-            sums[c] = sum_floats<rms>(q);
-        } else {
-            f32 padded[CHUNK] = {};
-            std::memcpy(padded, q, sizeof(float) * m);
-            sums[c] = sum_floats<rms>(padded);
-        }
+        sums[c] = sum_padded<rms>(q, m);
     }
     const double mean = sum_of_sums(sums, num_chunks) / static_cast<double>(n);
     return static_cast<float>(rms ? std::sqrt(mean) : mean);
@@ -33,6 +27,7 @@ template <bool accumulate> TW_INLINE void decode(const DecodeJob& job) {
     std::memcpy(&scale, job.data, 4);
     for (std::size_t begin = 0; begin < job.n; begin += CHUNK) {
         const std::size_t m = std::min<std::size_t>(CHUNK, job.n - begin);
+        fetch_ahead(job.out + begin + 2 * CHUNK, m);  // pages and lines that stores would wait for
         alignas(64) std::uint64_t words[CHUNK / 8];
         unpack_signs(job.data + 4 + begin / 8, m, words);
         const std::uint8_t* flags = reinterpret_cast<const std::uint8_t*>(words);

@@ -100,6 +100,7 @@ TW_INLINE bool encode(const EncodeJob& job, const f32* shared, const Ternary& se
         if (scale > 0.0f) {
             for (std::size_t t = 0; t < m; t += TILE) {
                 const std::size_t now = std::min<std::size_t>(TILE, m - t), place = begin + t;
+                fetch_ahead(job, place + blocks.width, now);
                 const float* u = uniforms(job, place, now, random);
                 f32* residual = has_residual ? job.residual + place : nullptr;
                 uniform_codes<true, has_residual>(job.x + place, residual, now, scale, 1.0f, u, codes + t);

@@ -25,6 +25,16 @@ struct Buffers {
 // 1 <= k <= count, values >= 0.
 TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count, std::size_t k, int last_bit = 0) {
     std::int32_t found = 0;
+    if (k < 16) {  // fewer passes downwards from the largest
+        std::int32_t above = INT32_MAX;
+        for (std::size_t reach = 0; reach < k; above = found) {
+            found = 0;
+            for (std::size_t i = 0; i < count; i++) found = std::max(found, values[i] < above ? values[i] : 0);
+            reach = 0;
+            for (std::size_t i = 0; i < count; i++) reach += values[i] >= found;
+        }
+        return found >> last_bit << last_bit;
+    }
     for (int bit = 30; bit >= last_bit; bit--) {
         const std::int32_t tried = found | (1 << bit);
         std::uint32_t reach = 0;
@@ -56,6 +66,7 @@ TW_INLINE std::size_t collect(const f32* q, std::size_t n, std::int32_t bound, s
     std::size_t count = 0;
     for (std::size_t begin = 0; begin < n; begin += TILE) {
         const std::size_t m = std::min<std::size_t>(TILE, n - begin);
+        fetch_ahead(q + n + begin, m);
         alignas(64) std::uint64_t words[TILE / 8];
         if (m < TILE) std::memset(words, 0, sizeof words);
         std::uint8_t* flags = reinterpret_cast<std::uint8_t*>(words);

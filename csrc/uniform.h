@@ -31,9 +31,13 @@ TW_INLINE float scale_of(float largest, float levels) {
 template <bool stochastic> TW_INLINE float shifted_code(float q, float scale, float levels, float u) {
     float y = q / scale;
     if constexpr (stochastic) {
+        // In integers, since compilers make conditions slow; bits of floats above 0 order as they do.
         y = y + u;
-        const float nearest = (y + SHIFT) - SHIFT;
-        y = nearest > y ? nearest - 1.0f : nearest;  // floor
+        const float nearest = y + SHIFT;
+        std::int32_t code = std::bit_cast<std::int32_t>(nearest);
+        code += std::bit_cast<std::int32_t>(y - (nearest - SHIFT)) >> 31;  // down
+        code = std::min(code, std::bit_cast<std::int32_t>(SHIFT + levels));
+        return std::bit_cast<float>(std::max(code, std::bit_cast<std::int32_t>(SHIFT - levels)));
     }
     y = y > levels ? levels : y;
     y = y < -levels ? -levels : y;
