@@ -81,12 +81,13 @@ def run(args: argparse.Namespace) -> int:
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for one compressor and number of threads."""
     by_op = {row["op"]: row for row in rows}
-    small, reference = by_op.pop("encode_small"), by_op["encode"]["reference_gb_per_s"]
+    small, encode = by_op.pop("encode_small", None), by_op["encode"]
+    reference = encode["reference_gb_per_s"]
     return [
-        small["compressor"],
-        str(small["threads"]),
+        encode["compressor"],
+        str(encode["threads"]),
         *(f"{row['gb_per_s']:.2f} ({row['floor_ratio']:.2f})" for row in by_op.values()),
-        f"{1e3 * small['seconds']:.2f} ms",
+        "" if small is None else f"{1e3 * small['seconds']:.2f} ms",
         "" if reference is None else f"{reference:.3f}",
     ]
 
