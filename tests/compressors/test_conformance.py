@@ -873,8 +873,7 @@ def test_table_has_every_kind_once() -> None:
         (lambda: Scaled(inner=RandomK(scaled=True)), "without a shared key", "randomk:0.01:scaled"),
         (lambda: Compose(first=RandomK(value_dtype=torch.float32), then=NaturalDithering()), "no numbers", "natural:3"),
         (lambda: Compose(first=RandomK(scaled=True), then=OneBit()), "not scaled", "randomk:0.01:scaled"),
-        (lambda: Compose(first=TopK(value_dtype=torch.float32), then=TopKC()), "a scale of its own", "topkc:0.01"),
-        (lambda: Scaled(inner=GlobalLinear()), "a scale of its own", "global:8"),
+        (lambda: Compose(first=TopK(value_dtype=torch.float32), then=TopKC()), "scales of its own", "topkc:0.01"),
         (lambda: Scaled(inner=OneBit()), "an unbiased compressor", "onebit"),
         (lambda: LinearDithering(bits=10), "2 to 8", "10"),  # type: ignore[arg-type]
         (lambda: NaturalDithering(norm="l1"), "'max' or 'l2'", "'l1'"),  # type: ignore[arg-type]

@@ -73,13 +73,11 @@ class Compose(Compressor):
             # Neither unbiased nor a contraction: feedback would be asked for, and diverge under it.
             raise RecipeError(f"Compose: expected values that are not scaled, got {self.first.recipe()}")
         if self.then.statistic_reduction is not None:
-            raise RecipeError(f"Compose: expected a compressor with a scale of its own, got {self.then.recipe()}")
+            raise RecipeError(f"Compose: expected a compressor with scales of its own, got {self.then.recipe()}")
         if self.then.shared_key or (self.first.shared_key and self.then.stochastic):
             raise RecipeError(
                 f"Compose: expected a compressor that draws no numbers behind a shared key, got {self.then.recipe()}"
             )
-        if self.then.statistic_reduction is not None:
-            raise RecipeError(f"Compose: expected a compressor with scales of its own, got {self.then.recipe()}")
 
     @property
     def stochastic(self) -> bool:
