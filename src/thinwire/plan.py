@@ -307,9 +307,10 @@ def build_plan(
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
         if momentum is not None and aggregator.feedback != momentum:
+            got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
             raise PlanError(
-                f"{info.name}: expected {momentum} as for other parameters, since the optimizer must have no momentum, "
-                f"got {aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype}"
+                f"{info.name}: expected {momentum} as for other parameters and phases, since the optimizer must have "
+                f"no momentum, got {got}; write '@dgc' after every recipe but dense"
             )
         partitions = _cut(info, memory_shape(tensors[info.name]), aggregator, options, owners, info.name in whole)
         params.append(

@@ -251,7 +251,7 @@ def _single(text: str, known: Iterable[str]) -> Compressor:
     if kind == "scaled":
         return Scaled(inner=_single(":".join(arguments), _KINDS))
     if kind not in known:
-        raise RecipeError(f"expected one of {', '.join(known)}, got {kind!r}")
+        raise RecipeError(f"expected one of {', '.join(known)} (see `thinwire compressors`), got {kind!r}")
     return _KINDS[kind](arguments)
 
 

@@ -161,7 +161,7 @@ def parse_schedule(text: str) -> Schedule:
         if found is None or (found["until"] is None) != (i == len(parts) - 1):
             raise RecipeError(
                 f"schedule {text!r}: expected 'RECIPE until STEP then RECIPE', with 'ramp STEPS' after a recipe with a "
-                f"density, got {part!r}"
+                f"density or bits, got {part!r}"
             )
         recipe = parse_recipe(found["recipe"])
         phases.append((start, Ramp(recipe=recipe, steps=int(found["ramp"])) if found["ramp"] else recipe))

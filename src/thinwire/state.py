@@ -145,6 +145,8 @@ class State:
             StateError: another format, rank, world size, partition size or owners, or parameters that
                 differ.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StateError(f"expected the state of one rank, got a {type(state).__name__}; of several take [rank]")
         if state.get("format") != FORMAT:
             raise StateError(f"expected a thinwire state of format {FORMAT}, got {state.get('format')!r}")
         if missing := [key for key in _KEYS if key not in state]:
@@ -157,7 +159,7 @@ class State:
             if state[key] != expected:
                 raise StateError(
                     f"state was saved with {key} {state[key]}, this run has {expected}; residuals belong to their "
-                    "rank: gather the states of all ranks and pass them through thinwire.reshard_state"
+                    "rank: save and load one file a rank, or pass those of all ranks through thinwire.reshard_state"
                 )
         if state["owners"] not in (None, self._owners):
             raise StateError(
@@ -185,9 +187,15 @@ class State:
         what = f"{slot} {'residual' if slot in (Slot.WORKER, Slot.OWNER) else 'tensor'}"
         names = {name for name, _ in self.owned[slot]} if slot.owned else set(self.whole[slot])
         if missing := sorted(names - set(saved)):
-            raise StateError(f"state has no {what} for {missing[0]!r} ({len(missing)} missing)")
+            raise StateError(
+                f"state has no {what} for {missing[0]!r} ({len(missing)} missing): it was saved with another recipe or "
+                "model; load it into the same, or go on without it"
+            )
         if not slot.owned and (extra := sorted(set(saved) - names)):
-            raise StateError(f"state has a {what} for {extra[0]!r}, which this plan sends without such feedback")
+            raise StateError(
+                f"state has a {what} for {extra[0]!r}, which this plan sends without such feedback: load it into a "
+                "recipe that has it, as 'int8@ef' after 'int4'"
+            )
         for name in names:
             if tuple(saved[name].shape) != tuple(self._params[name].shape):
                 raise StateError(

@@ -152,10 +152,14 @@ def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _advise(model: DistributedDataParallel, plan: Plan) -> None:
-    """Say when training cannot gain: one rank, or buckets so few that nothing overlaps with backward."""
+    """Say when training cannot gain: one rank, nothing compressed, or so few buckets that nothing overlaps."""
     log = logging.getLogger("thinwire")
     if plan.world_size == 1:
         log.warning("world size 1: there is no communication to compress")
+        return
+    reasons = {param.reason for param in plan.params}
+    if "" not in reasons and reasons - {"asked for", "policy"}:
+        log.warning("nothing is compressed: every parameter stays dense; print(link.plan) says why")
         return
     cap = int(getattr(model, "bucket_bytes_cap", 25 << 20))
     rest = max(0, plan.raw_nbytes - _FIRST_BUCKET_NBYTES)
