@@ -378,6 +378,15 @@ def test_nothing_is_lost_over_steps(kind: TopKC) -> None:
 
 
 @reducible_ones
+@pytest.mark.parametrize("counts", [(0, 1), (1, -1), (65536, 1)], ids=str)
+def test_counts_out_of_range_are_refused(kind: Compressor, counts: tuple[int, int]) -> None:
+    spec = BlockSpec(shape=(9,))
+    acc = torch.zeros(kind.nbytes(spec), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"counts: expected at least 1 each and 65536 together"):
+        kind.reduce_(acc, acc.clone(), spec, Key(1), counts=counts)
+
+
+@reducible_ones
 def test_an_owner_reduces_alike_every_time(kind: Compressor) -> None:
     kind, xs, spec = kind.with_summands(3), [normal(500, rank) for rank in range(3)], BlockSpec(shape=(500,))
     blocks = encode_all(kind, xs, agree(kind, xs))

@@ -18,6 +18,8 @@ from thinwire.random import Key
 from thinwire.spec import BlockSpec
 from thinwire.wire import Layout
 
+MAX_SUMMANDS = 1 << 16  # that `reduce_` counts
+
 
 class Compressor(ABC):
     """Turns one block of floats into bytes and back.
@@ -143,9 +145,14 @@ class Compressor(ABC):
 
         Raises:
             WireError: `acc` or `data` is not an encoding of such a block.
+            ValueError: a count below 1, or more than 65,536 together.
         """
         for name, block in (("acc", acc), ("data", data)):
             self.layout(spec).check(block, f"{self.recipe()} reduce_, {name}")
+        if min(counts) < 1 or sum(counts) > MAX_SUMMANDS:
+            raise ValueError(
+                f"{self.recipe()} reduce_, counts: expected at least 1 each and {MAX_SUMMANDS} together, got {counts}"
+            )
         self.reduce_jobs([ReduceJob(acc, data, spec.numel, key, counts)], [spec])
         return acc
 

@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 
 from thinwire import kernels
-from thinwire.compressors.base import Compressor
+from thinwire.compressors.base import MAX_SUMMANDS, Compressor
 from thinwire.compressors.contract import Contract, Unbiased, dither_omega
 from thinwire.errors import RecipeError
 from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob
@@ -48,7 +48,7 @@ class _GlobalNorm(Compressor):
     @property
     def max_summands(self) -> int:
         """What counts of merged blocks have room for."""
-        return 2**16
+        return MAX_SUMMANDS
 
     @property
     def _instead(self) -> str:
@@ -144,7 +144,7 @@ class GlobalLinear(_GlobalNorm):
     @property
     def max_summands(self) -> int:
         """As many as one level each has room for, unless halved."""
-        return 2**16 if self.halving else self._largest
+        return MAX_SUMMANDS if self.halving else self._largest
 
     @property
     def _instead(self) -> str:
