@@ -87,8 +87,7 @@ class Recording:
             path.stat()
             if not zipfile.is_zipfile(path):  # which NumPy would notice with the file left open
                 raise ValueError("not a zip archive, or cut short")
-            self._arrays = np.load(path, allow_pickle=False)
-            meta: dict[str, Any] = json.loads(self._arrays["meta"].tobytes())
+            meta: dict[str, Any] = json.loads(self._array("meta").tobytes())
             if meta["schema"] != SCHEMA:
                 raise ValueError(f"schema {meta['schema']}, expected {SCHEMA}")
             self.steps = [int(step) for step in meta["steps"]]
@@ -100,6 +99,10 @@ class Recording:
         if not self.steps or self.num_ranks < 1 or not self.shapes:
             raise self._bad("it holds nothing")
 
+    def _array(self, name: str) -> "np.ndarray[Any, Any]":
+        with np.load(self._path, allow_pickle=False) as arrays:  # so that nothing stays open between reads
+            return arrays[name]
+
     def read(self, step: int, name: str) -> Tensor:
         """Return one parameter's gradients of one step: (num_ranks, *shape), float32.
 
@@ -107,7 +110,7 @@ class Recording:
             ThinwireError: they are missing, of another shape or dtype, or not finite.
         """
         try:
-            array = self._arrays[f"{step}/{name}"]
+            array = self._array(f"{step}/{name}")
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise self._bad(error) from error
         expected = (self.num_ranks, *self.shapes[name])
