@@ -107,7 +107,7 @@ def _pack_codes(table: Table, codes: Tensor, stride: int, *, bits: int, block: i
     table.launch(_pack, num_tiles, codes, stride, BLOCK=block, SPAN=ternary_nbytes(block, block), TILE=TILE)
 
 
-def _check(block: int, shared: bool) -> None:
+def _check_settings(block: int, shared: bool) -> None:
     packing.check_ternary(block)
     if shared:
         raise ThinwireError("ternary codes of a shared scale have no CUDA kernels yet; set THINWIRE_KERNELS=reference")
@@ -118,7 +118,7 @@ def encode_ternary(
 ) -> list[bool]:
     """Write one float32 scale a block (`block` = 0: the whole partition), then the codes, five to a byte."""
     packing.check_threads(threads)
-    _check(block, shared)
+    _check_settings(block, shared)
     packing.check_keys(jobs)
     if not jobs:
         return []
@@ -138,7 +138,7 @@ def decode_ternary(jobs: Sequence[DecodeJob], *, block: int, shared: bool = Fals
         WireError: a byte that no five codes give.
     """
     packing.check_threads(threads)
-    _check(block, shared)
+    _check_settings(block, shared)
     if not jobs:
         return
     device = jobs[0].out.device
