@@ -11,7 +11,6 @@ from thinwire import (
     BlockQuant,
     Cast,
     Compose,
-    Compressor,
     Dense,
     ErrorFeedback,
     Gather,
@@ -28,9 +27,11 @@ from thinwire import (
     RandomK,
     Scaled,
     Sign,
+    SumOnWire,
     TernGrad,
     TopK,
     TopKC,
+    TreeReduce,
     TwoShot,
     parse_recipe,
 )
@@ -129,33 +130,57 @@ KNOWN: dict[str, Aggregator] = {
     "gather/onebit@dgc:0.0": Gather(up=OneBit(), feedback=MomentumCorrection(momentum=0.0)),
     "topk:0.05@ef21": both(TopK(density=0.05), EF21()),
     "gather/int8@ef21": Gather(up=BlockQuant(bits=8), feedback=EF21()),
+    "global:8": SumOnWire(up=GlobalLinear(bits=8)),
+    "global:4:l2": SumOnWire(up=GlobalLinear(bits=4, norm="l2")),
+    "global:8:halving": TreeReduce(up=GlobalLinear(bits=8, halving=True)),
+    "globalexp": TreeReduce(up=GlobalExponential()),
+    "globalexp:l2:across-l2": TreeReduce(up=GlobalExponential(norm="l2", across="l2")),
+    "sign": Gather(up=Sign()),
+    "sign:random": Gather(up=Sign(ties="random")),
+    "gather/terngrad:shared": Gather(up=TernGrad(shared=True)),
+    "terngrad:shared:block=64+terngrad": TwoShot(up=TernGrad(shared=True, block=64), down=TernGrad()),
+    "topkc:0.01": SumOnWire(up=TopKC(density=0.01), feedback=ErrorFeedback()),
+    "topkc:0.1:chunk=128:fp32@dgc": SumOnWire(
+        up=TopKC(density=0.1, chunk=128, value_dtype=torch.float32), feedback=MomentumCorrection()
+    ),
+    "sum/randomk:0.01": SumOnWire(up=RandomK(density=0.01), feedback=ErrorFeedback()),
+    "sum/randomk:0.1:scaled": SumOnWire(up=RandomK(density=0.1, scaled=True, value_dtype=torch.float32)),
 }
 
-# Kinds that no aggregator takes yet.
-WAITING: dict[str, Compressor] = {
-    "global:8": GlobalLinear(bits=8),
-    "global:4:l2": GlobalLinear(bits=4, norm="l2"),
-    "global:8:halving": GlobalLinear(bits=8, halving=True),
-    "globalexp": GlobalExponential(),
-    "sign": Sign(),
-    "sign:random": Sign(ties="random"),
-    "terngrad:shared": TernGrad(shared=True),
-    "terngrad:shared:block=64": TernGrad(shared=True, block=64),
-    "globalexp:l2:across-l2": GlobalExponential(norm="l2", across="l2"),
-    "topkc:0.01": TopKC(density=0.01),
-    "topkc:0.1:chunk=128:fp32": TopKC(density=0.1, chunk=128, value_dtype=torch.float32),
-}
 
-
-@pytest.mark.parametrize("text", WAITING)
-def test_kinds_that_wait_for_an_aggregator(text: str) -> None:
-    assert parse_compressor(f" {text} ") == WAITING[text]
-    assert WAITING[text].recipe() == text
-    for whole in (text, f"gather/{text}", f"int8+{text}"):
+@pytest.mark.parametrize("text", ["global:8", "globalexp", "topkc:0.01", "terngrad:shared", "sign"])
+def test_owners_encode_alone(text: str) -> None:
+    """What waits for a scale of all ranks cannot come back from an owner; nor can a vote be one of a mean."""
+    for whole in (f"int8+{text}", f"{text}+{text}", "terngrad:shared"):
         with pytest.raises(RecipeError, match=r"; expected (a kind with scales of its own|'onebit')"):
             parse_recipe(whole)
     with pytest.raises(RecipeError, match=f"recipe '{text}:x': expected"):
         parse_compressor(f"{text}:x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sum/int8", "cannot be added up on the wire; expected a linear kind"),
+        ("sum/global:8:halving", "cannot be added up on the wire"),
+        ("sign@ef", "a majority vote takes no feedback, got ErrorFeedback"),
+        ("gather/sign@ef", "a majority vote takes no feedback"),
+        ("globalexp@ef", "expected no feedback, since 'globalexp' is unbiased, got 'ef'"),
+        ("global:8@ef", "unbiased kinds diverge under error feedback"),
+        ("topkc:0.01@ef21", "promises nothing of one rank alone"),
+    ],
+)
+def test_what_an_exchange_takes(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(text)
+
+
+def test_room_for_all_ranks() -> None:
+    settings = parse_recipe("global:4")
+    assert settings.for_world(7).up == GlobalLinear(bits=4, summands=7)
+    with pytest.raises(RecipeError, match="expected 1 to 7 summands, got 8; use halving, or 8 bits"):
+        settings.for_world(8)
+    assert parse_recipe("global:4:halving").for_world(100).up == GlobalLinear(bits=4, halving=True, summands=100)
 
 
 @pytest.mark.parametrize("text", KNOWN)
@@ -258,9 +283,9 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("scaled:", "one of fp16, bf16", "''"),
         ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
         ("dense:fp16:x", "no further argument", "'x'"),
-        ("tree/int8", "aggregator 'gather' or none", "'tree'"),
-        ("/int8", "aggregator 'gather' or none", "''"),
-        ("gather/gather/int8", "aggregator 'gather' or none", "'gather/gather'"),
+        ("tree/int8", "aggregator 'gather' or 'sum' or none", "'tree'"),
+        ("/int8", "aggregator 'gather' or 'sum' or none", "''"),
+        ("gather/gather/int8", "aggregator 'gather' or 'sum' or none", "'gather/gather'"),
         ("gather/", "one of fp16, bf16", "''"),
         ("gather/dense", "one of fp16, bf16", "'dense'"),
         ("int8:nearest:stochastic", "each setting once", "'nearest:stochastic'"),
@@ -301,7 +326,7 @@ def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
 
 
 def test_every_kind_is_listed() -> None:
-    texts = [text.partition("@")[0].rpartition("/")[2] for text in [*KNOWN, *WAITING]]
+    texts = [text.partition("@")[0].rpartition("/")[2] for text in KNOWN]
     singles = [single for text in texts for part in text.split("+") for single in part.split("~")]
     kinds = {single.removeprefix("scaled:").split(":")[0] for single in singles}
     assert kinds == set(recipe_names())

@@ -41,7 +41,7 @@ WHEN = {
     "cnat:8": "a quarter of the bytes without any scale, variance at most an eighth; int8 errs far less",
     "terngrad": "to compare with TernGrad; one scale a partition makes it very noisy",
     "terngrad:block=512": "unbiased at 1.7 bits a value; compare with int2:stochastic",
-    "terngrad:shared": "to compare with TernGrad's shared scale, whose codes count alike on all ranks",
+    "gather/terngrad:shared": "to compare with TernGrad's shared scale, whose codes count alike on all ranks",
     "minmax:8:block=512": "as int8 for blocks that lie to one side of 0, such as activations",
     "minmax:8:bagua": "to compare with BAGUA's 8-bit kind, whose scale is one for a partition",
     "minmax:4:stochastic:block=512": "unbiased at 4 bits for blocks to one side of 0; else int4:stochastic errs less",
@@ -49,7 +49,7 @@ WHEN = {
     "e4m3": "small values keep their relative precision; on Gaussian blocks int8 errs less",
     "e5m2": "as e4m3 over a wider range with a bit less of precision",
     "e3m0": "4 bits whose levels are powers of two, for pseudo-gradients as in Streaming DiLoCo",
-    "sign": "majority votes (Sign.vote); as an estimate of a gradient onebit is right",
+    "sign": "majority votes: the learning rate alone is the length of a step; for gradients onebit is right",
     "topk:0.01~int8": "topk with a byte a value; topk:0.01:natural has coarser ones",
     "scaled:linear:3": "unbiased kinds of few bits under feedback",
     "lowrank:4": "matrices whose gradients have few directions; costs matrix products",
@@ -57,6 +57,7 @@ WHEN = {
     "global:8:halving": "all levels, in a tree of pairwise means",
     "globalexp": "partitions of very different scales, in a tree; noisy whatever the number of ranks",
     "topkc:0.01": "all-reduces of whole chunks: no indices, sums stay sparse",
+    "sum/randomk:0.1": "one all-reduce, and the fewest rounds for any kind under feedback",
     "onebit": "very slow networks: a thirty-second of the bytes; best after dense steps (start_after=)",
     "onebit:rms": "to compare with 1-bit Adam; l1 errs less",
     "topk:0.01": "very slow networks: a hundredth of the bytes; best after dense steps (start_after=)",
@@ -84,7 +85,7 @@ class Entry:
         family: the module that the compressor is defined in: "block", "sign", ...
         bits_per_element: what a rank sends, per element.
         contract: what the compressor promises of its error.
-        aggregators: class names of those that take it; none for kinds that wait for theirs.
+        aggregators: class names of those that take it.
         needs_feedback: whether the recipe comes with error feedback.
         when: when to choose it.
     """

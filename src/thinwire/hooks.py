@@ -6,7 +6,14 @@ With memory of what was not sent:
 
 Without, for kinds that need none, `None` is state enough:
 
-    model.register_comm_hook(None, thinwire.hooks.int8_hook)
+    model.register_comm_hook(None, thinwire.hooks.exponential_dithering_hook)
+
+`None` may also be a process group, or a `State` whose recipe then counts instead of the hook's own.
+
+References:
+    Jihao Xin, Marco Canini, Peter Richtarik, Samuel Horvath, "Global-QSGD: Practical Floatless Quantization for
+    Distributed Learning with Theoretical Guarantees", 2023: the names of the dithering hooks, and how they are used.
+    Differs from the paper's code: they overlap with backward, one norm a partition, and inf and nan arrive as nan.
 """
 
 from typing import Any
@@ -30,24 +37,58 @@ class State:
         self.link: Link = make_link(model, recipe, **options)
 
 
+Group = dist.ProcessGroup | State | None
+
+
 def compressed_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange a bucket as the state's recipe says."""
     return state.link.hook(None, bucket)
 
 
-_int8, _fp16, _bf16 = StatelessHook("int8"), StatelessHook("fp16"), StatelessHook("bf16")
+def _run(hook: StatelessHook, state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return compressed_hook(state, bucket) if isinstance(state, State) else hook.run(state, bucket)
 
 
-def int8_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Two-way 8-bit blocks, sums in float32. `state`: a process group, or None for the default one."""
-    return _int8.run(state, bucket)
+_default, _int8, _fp16, _bf16 = (StatelessHook(recipe) for recipe in ("dense", "int8", "fp16", "bf16"))
+_standard, _standard_4bit = StatelessHook("global:8"), StatelessHook("global:4:halving")
+_exponential, _qsgd = StatelessHook("globalexp"), StatelessHook("qsgd:8")
 
 
-def fp16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """float16 on the wire both ways, sums in float32. `state`: a process group, or None for the default one."""
-    return _fp16.run(state, bucket)
+def default_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """No compression: DDP's own all-reduce."""
+    return _run(_default, state, bucket)
 
 
-def bf16_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """bfloat16 on the wire both ways, sums in float32. `state`: a process group, or None for the default one."""
-    return _bf16.run(state, bucket)
+def int8_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Two-way 8-bit blocks, sums in float32."""
+    return _run(_int8, state, bucket)
+
+
+def fp16_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """float16 on the wire both ways, sums in float32."""
+    return _run(_fp16, state, bucket)
+
+
+def bf16_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """bfloat16 on the wire both ways, sums in float32; on gloo too."""
+    return _run(_bf16, state, bucket)
+
+
+def standard_dithering_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Global-QSGD's standard dithering: 8-bit codes on a scale of all ranks, added up on the wire."""
+    return _run(_standard, state, bucket)
+
+
+def standard_dithering_4bit_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Global-QSGD's standard dithering in 4 bits: codes are merged in pairs, so that all levels serve any world size."""
+    return _run(_standard_4bit, state, bucket)
+
+
+def exponential_dithering_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Global-QSGD's exponential dithering: signs and powers of two of a scale of all ranks, reduced in a tree."""
+    return _run(_exponential, state, bucket)
+
+
+def qsgd_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """QSGD: 8-bit dithering by the L2 norm of 512 values, two ways, sums in float32."""
+    return _run(_qsgd, state, bucket)

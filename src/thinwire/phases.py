@@ -146,7 +146,7 @@ def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:
     if aggregator.feedback is None:
         try:
             aggregator = dataclasses.replace(aggregator, feedback=before.aggregator.feedback)  # type: ignore[type-var]
-        except RecipeError as error:
+        except (RecipeError, ValueError) as error:  # ValueError: a class whose settings have no feedback
             raise PlanError(f"{what} cannot deliver: {error}") from error
     partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
     return dataclasses.replace(param, aggregator=aggregator, partitions=partitions, slots=param.slots | owed)

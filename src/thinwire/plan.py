@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 import hashlib
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,14 +119,14 @@ class Plan:
         """Cut the parameters `names`, in this order, into messages.
 
         Each holds partitions of one kind of aggregator, and is closed once it has `message_nbytes` of raw gradient. An
-        all-reduce sums numbers of one dtype, so that dense ones are kept apart by it.
+        all-reduce sums numbers of one dtype, so that those of others are kept apart.
         """
         layouts: list[MessageLayout] = []
-        by_kind: dict[tuple[type[Aggregator], torch.dtype | None], list[Partition]] = {}
+        by_kind: dict[tuple[type[Aggregator], Hashable], list[Partition]] = {}
         for name in names:
             for partition in self.by_name[name].partitions:
                 kind = type(partition.aggregator)
-                key = (kind, partition.dtype if kind is Dense else None)
+                key = (kind, partition.aggregator.together(partition.dtype))
                 pending = by_kind.setdefault(key, [])
                 pending.append(partition)
                 if kind is not Dense and self._is_full(pending):
@@ -306,6 +306,7 @@ def build_plan(
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             aggregator = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
+        aggregator = aggregator.for_world(world_size)
         if momentum is not None and aggregator.feedback != momentum:
             got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
             raise PlanError(

@@ -1,7 +1,7 @@
 """Recipe strings: the one table from short names to settings, for the command line and for `attach`.
 
     recipe      = [aggregator "/"] compressor ["+" compressor] ["@" feedback]     (up, and down where it differs)
-    aggregator  = "gather"                                         (two-shot otherwise)
+    aggregator  = "gather" | "sum"                       (otherwise what the kind is for: mostly the two-shot exchange)
     compressor  = single ["~" single]                              (a sparse one, and how its values are sent)
     single      = ["scaled:"] kind *(":" argument)
     kind        = one of `recipe_names()`
@@ -10,7 +10,8 @@
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `topk:0.01~int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `scaled:linear:3`, `randomk:0.01:block=64`,
-`dense`, `dense:bf16`, `gather/onebit`.
+`dense`, `dense:bf16`, `gather/onebit`, `sum/randomk:0.01`. Of themselves `global:8` and `topkc:0.01` are summed on the
+wire, `globalexp` and `global:8:halving` reduced in a tree, and `sign` is a majority vote.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from thinwire.aggregators import Aggregator, Dense, Gather, TwoShot
+from thinwire.aggregators import Aggregator, Dense, Gather, SumOnWire, TreeReduce, TwoShot
 from thinwire.aggregators import default_feedback as default_feedback
 from thinwire.compressors import (
     BlockCast,
@@ -163,7 +164,7 @@ _FEEDBACK: dict[str, _Kind[Feedback]] = {
 }
 
 
-AGGREGATORS = ("", "gather")  # what may stand before the slash; nothing is the two-shot exchange
+AGGREGATORS = ("", "gather", "sum")  # what may stand before the slash; with nothing the kind decides
 
 
 def recipe_names() -> list[str]:
@@ -199,7 +200,7 @@ def parse_recipe(text: str) -> Aggregator:
     kind, *arguments = first.split(":")
     try:
         if aggregator not in AGGREGATORS or (slash and not aggregator):
-            raise RecipeError(f"expected the aggregator 'gather' or none, got {aggregator!r}")
+            raise RecipeError(f"expected the aggregator {_alternatives(AGGREGATORS[1:])} or none, got {aggregator!r}")
         if plus and (aggregator or "dense" in (kind, second.partition(":")[0])):
             raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")
         if kind == "dense" and not aggregator:
@@ -213,16 +214,23 @@ def parse_recipe(text: str) -> Aggregator:
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
         up = _compressor(first, _KINDS if aggregator or plus else recipe_names())
         down = _compressor(second, _KINDS) if plus else up
-        feedback = _feedback(wanted) if at else default_feedback(up, down)
-        if aggregator == "gather":
+        votes = isinstance(up, Sign) and not plus
+        feedback = _feedback(wanted) if at else None if votes else default_feedback(up, down)
+        if aggregator == "gather" or (votes and not aggregator):
             return Gather(up=up, feedback=feedback)
+        if up.reducible is not None and not (aggregator or plus):
+            if feedback is not None:
+                raise RecipeError(f"expected no feedback, since {first!r} is unbiased, got {wanted!r}")
+            return TreeReduce(up=up)
+        if aggregator == "sum" or (up.linear is not None and up.statistic_reduction is not None and not plus):
+            return SumOnWire(up=up, feedback=feedback)
         return TwoShot(up=up, down=down, feedback=feedback)
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 
 
 def parse_compressor(text: str) -> Compressor:
-    """Return the compressor alone that a part of a recipe stands for; also kinds that no aggregator takes yet.
+    """Return the compressor alone that a part of a recipe stands for.
 
     Raises:
         RecipeError: an unknown name or argument.

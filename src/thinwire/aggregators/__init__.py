@@ -8,8 +8,11 @@ from thinwire.aggregators.checks import default_feedback as default_feedback
 from thinwire.aggregators.checks import typical_contract as typical_contract
 from thinwire.aggregators.dense import Dense as Dense
 from thinwire.aggregators.gather import Gather as Gather
+from thinwire.aggregators.header import MANY as MANY
 from thinwire.aggregators.message import MEAN as MEAN
 from thinwire.aggregators.message import Block as Block
 from thinwire.aggregators.message import Message as Message
 from thinwire.aggregators.message import Section as Section
+from thinwire.aggregators.sum_on_wire import SumOnWire as SumOnWire
+from thinwire.aggregators.tree import TreeReduce as TreeReduce
 from thinwire.aggregators.two_shot import TwoShot as TwoShot

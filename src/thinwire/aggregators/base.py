@@ -6,9 +6,9 @@ with exact sizes, and `exchange` yields exactly those.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -30,7 +30,7 @@ class Aggregator(ABC):
     up: Compressor  # what ranks send
     down: Compressor  # what owners send back
     feedback: Feedback | None
-    has_owners: ClassVar[bool] = True  # else every rank forms the mean itself
+    has_owners: ClassVar[bool] = True  # that lose something on the way back; else every rank forms the same mean
 
     @property
     def slots(self) -> frozenset[Slot]:
@@ -43,6 +43,14 @@ class Aggregator(ABC):
     @abstractmethod
     def recipe(self) -> str:
         """Return the recipe as the command line spells it."""
+
+    def for_world(self, world_size: int) -> Self:
+        """Return the settings for so many ranks. Raises `RecipeError` where there is no room for them."""
+        return self
+
+    def together(self, dtype: torch.dtype) -> Hashable:
+        """Return what must be equal, beside the class, for partitions of parameters of `dtype` to share a message."""
+        return self.up.statistic_reduction
 
     @staticmethod
     @abstractmethod
@@ -102,6 +110,7 @@ class MessageLayout:
         header_nbytes: bytes of a header (see aggregators/header.py).
         up: per partition, first byte of C(g) in the block it travels in.
         down: per partition, first byte in its owner's block on the way back.
+        shared: per partition, the first of its numbers in the vector of statistics, whose flags come first.
     """
 
     partitions: tuple[Partition, ...]
@@ -111,3 +120,4 @@ class MessageLayout:
     header_nbytes: int
     up: tuple[int, ...] = ()
     down: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()

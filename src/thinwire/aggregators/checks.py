@@ -26,6 +26,11 @@ def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
             f"{compressor.recipe()}: unbiased kinds diverge under error feedback unless scaled by 1/(1+omega); "
             "drop the feedback, or scale it, as 'scaled:linear:3' is, or round to nearest"
         )
+    if isinstance(feedback, EF21) and compressor.statistic_reduction is not None:
+        raise RecipeError(
+            f"{compressor.recipe()}: EF21 needs a contractive kind, and this one promises nothing of one rank alone; "
+            "pass feedback=ErrorFeedback()"
+        )
     if isinstance(feedback, EF21) and not isinstance(contract, Contractive):
         raise RecipeError(
             f"{compressor.recipe()}: EF21 needs a contractive kind, and this one's contract is {contract}; pass "
@@ -53,15 +58,28 @@ def feedback_suffix(feedback: Feedback | None, *compressors: Compressor) -> str:
     return "" if feedback is None or feedback == default_feedback(*compressors) else f"@{feedback.recipe()}"
 
 
-def check_own_scale(compressor: Compressor, aggregator: str) -> None:
-    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where nothing reduces it, and for votes."""
+def check_votes(compressor: Compressor, feedback: Feedback | None) -> None:
+    """Raise `RecipeError` for votes with feedback: what a rank sent is not what is delivered for it."""
+    if feedback is not None:
+        raise RecipeError(
+            f"{compressor.recipe()}: a majority vote takes no feedback, got {feedback}; drop it, or use 'onebit', "
+            "whose scale keeps the size of a gradient"
+        )
+
+
+def check_no_vote(compressor: Compressor, aggregator: str) -> None:
+    """Raise `RecipeError` for signs without a scale."""
     if isinstance(compressor, Sign):
         raise RecipeError(
             f"{compressor.recipe()}: +1 and -1 say nothing of a gradient's size, and {aggregator} forms means, not "
-            "majorities; expected 'onebit', or Sign.vote by hand"
+            "majorities; expected 'onebit', or Gather(up=Sign()), which votes"
         )
+
+
+def check_own_scale(compressor: Compressor, encoder: str) -> None:
+    """Raise `RecipeError` for kinds that wait for a statistic of all ranks, where one encodes alone."""
     if compressor.statistic_reduction is not None:
         raise RecipeError(
-            f"{compressor.recipe()}: its scale is agreed on by all ranks before they encode, which {aggregator} does "
-            "not do; expected a kind with scales of its own, as 'int8' or 'natural:5'"
+            f"{compressor.recipe()}: its scale is agreed on by all ranks before they encode, not by {encoder}; "
+            "expected a kind with scales of its own on the way back, as in 'terngrad:shared+terngrad'"
         )

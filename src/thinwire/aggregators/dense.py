@@ -1,6 +1,6 @@
 """No compression: DDP's own arithmetic, one all-reduce."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,10 @@ class Dense(Aggregator):
     def recipe(self) -> str:
         """`dense`, `dense:fp16` or `dense:bf16`."""
         return "dense" if self.wire_dtype is None else f"dense:{self.up.recipe()}"
+
+    def together(self, dtype: torch.dtype) -> Hashable:
+        """One all-reduce adds numbers of one dtype."""
+        return dtype
 
     @staticmethod
     def lay_out(partitions: Sequence[Partition], world_size: int) -> MessageLayout:

@@ -1,12 +1,15 @@
 """Headers of messages: which parameters a rank used, and which contributions are not finite.
 
-Two bitmaps over the parameters of a message, each in whole bytes, padded to 4 bytes; bit i % 8 (from the least) of byte
-i // 8 is parameter i.
+Where blocks travel as bytes, two bitmaps over the parameters of a message, each in whole bytes, padded to 4 bytes; bit
+i % 8 (from the least) of byte i // 8 is parameter i. Where numbers are combined on the way, *flags*, which survive
+that: see `write_flags`.
 """
 
 from collections.abc import Sequence, Set
+from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.wire import align
@@ -39,3 +42,37 @@ def read_header(data: Tensor, num_names: int) -> tuple[int, int]:
     width = -(-num_names // 8)
     header = data[: 2 * width].numpy().tobytes()
     return int.from_bytes(header[:width], "little"), int.from_bytes(header[width:], "little")
+
+
+MANY = -2  # stands for several ranks where a rank is named
+
+
+def num_flags(num_names: int, op: Literal["sum", "max"]) -> int:
+    """Return how many numbers the flags of `num_names` parameters are."""
+    return (2 if op == "max" else 4) * num_names
+
+
+def write_flags(
+    out: Tensor, names: Sequence[str], used: Set[str], bad: Set[str], rank: int, op: Literal["sum", "max"]
+) -> None:
+    """Write numbers whose sum, or largest, over ranks says who used what, and whose contribution is not finite.
+
+    For every parameter one number for "used" (1 or 0), then for every parameter what names a rank that is not finite:
+    rank + 1, of which the largest stays; or where numbers are added 1, rank // 128 and rank % 128, which are exact in
+    all dtypes and name the rank if it is the only one.
+    """
+    rows = torch.zeros(out.numel() // max(len(names), 1), len(names))
+    rows[0] = torch.tensor([float(name in used) for name in names])
+    for i in (i for i, name in enumerate(names) if name in bad):
+        rows[1:, i] = torch.tensor([rank + 1.0] if op == "max" else [1.0, float(rank // 128), float(rank % 128)])
+    out.copy_(rows.view(-1))
+
+
+def read_flags(data: Tensor, names: Sequence[str], op: Literal["sum", "max"]) -> tuple[set[str], set[tuple[int, str]]]:
+    """Return which parameters no rank used, and (rank or `MANY`, parameter) of what is not finite."""
+    used, *who = data.to(torch.float32).view(-1, len(names)).numpy()
+    bad: set[tuple[int, str]] = set()
+    for i in who[0].nonzero()[0]:
+        rank = int(who[0][i]) - 1 if op == "max" else MANY if who[0][i] > 1 else int(128 * who[1][i] + who[2][i])
+        bad.add((rank, names[int(i)]))
+    return {name for name, count in zip(names, used, strict=True) if not count}, bad

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.aggregators.base import MessageLayout, Partition
 from thinwire.aggregators.buffers import BufferPool
-from thinwire.aggregators.header import bitmap, names_in, read_header, write_header
+from thinwire.aggregators.header import bitmap, names_in, read_flags, read_header, write_flags, write_header
 from thinwire.aggregators.undo import Undo
+from thinwire.comm.rounds import AllReduce
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback, Memory, Slot
 from thinwire.kernels import DecodeBatch, EncodeBatch
@@ -97,7 +99,7 @@ class Message:
         buffers: where work memory comes from.
         flat: the gradients as one contiguous tensor, for messages sent uncompressed by all-reduce.
         sections: what the aggregator prepared for this message; its own business.
-        nonfinite: (rank or MEAN, parameter) of every contribution that was not finite; equal on all ranks.
+        nonfinite: (rank, MEAN or MANY, parameter) of every contribution that was not finite; equal on all ranks.
         unused: parameters that no rank's backward reached; equal on all ranks.
         encode_s, decode_s: wall seconds spent in kernels.
     """
@@ -114,6 +116,8 @@ class Message:
     unused: set[str] = field(default_factory=lambda: set())
     encode_s: float = 0.0
     decode_s: float = 0.0
+    _statistics: Tensor | None = None
+    _measured: Section | None = None  # in this step, and not encoded yet
     _encodes: dict[Section, _Encode] = field(default_factory=lambda: {})
     _decodes: dict[Section, list[tuple[_Group, DecodeBatch]]] = field(default_factory=lambda: {})
 
@@ -121,8 +125,30 @@ class Message:
         """Forget what came of the last step."""
         self.step = step
         self.forget()
-        self.nonfinite, self.unused = set(), set()
+        self.nonfinite, self.unused, self._measured = set(), set(), None
         self.encode_s = self.decode_s = 0.0
+
+    @property
+    def statistics(self) -> Tensor:
+        """What ranks agree on before they encode: (numel of the first round,) float32, the same tensor every step."""
+        if self._statistics is None:
+            agreement = self.layout.rounds[0]
+            assert isinstance(agreement, AllReduce)
+            self._statistics = torch.zeros(agreement.numel, dtype=torch.float32)
+        return self._statistics
+
+    def measure(self, section: Section, out: Tensor) -> set[str]:
+        """Write the statistics of blocks that will be encoded into `out`; return the names of those not finite."""
+        started = time.perf_counter()
+        self._measured, prepared = section, self._ready(section)
+        for group, batch in prepared.batches:
+            batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
+            group.compressor.statistic_jobs(batch, group.specs, threads=self.threads)
+        self.encode_s += time.perf_counter() - started
+        if bool(self.statistics[self.layout.shared[0] :].isfinite().all()):
+            return set()
+        places = [place for group, _ in prepared.batches for place in group.places]
+        return {self.blocks[place].partition.name for place in places if not bool(self._shared(place).isfinite().all())}
 
     def encode(self, section: Section, out: Tensor) -> set[str]:
         """Encode blocks into `out`; return the names of those that were not finite. Their values are used up.
@@ -130,18 +156,11 @@ class Message:
         What feedback keeps is copied first: a step that is not finite anywhere must leave it as it was.
         """
         started = time.perf_counter()
-        prepared = self.hold(section)
-        for feedback, block in prepared.remembering:
-            if section.down:
-                feedback.before_down(block.value, block.memory, unit_ratio=block.unit_ratio)
-            else:
-                if block.gradient_scale != 1.0:
-                    block.value.mul_(block.gradient_scale)
-                feedback.before_up(block.value, block.memory, unit_ratio=block.unit_ratio)
+        prepared = self._encodes[section] if self._measured is section else self._ready(section)
+        self._measured = None
         bad: set[str] = set()
         for group, batch in prepared.batches:
-            scales = [self.blocks[place].residual_scale for place in group.places]
-            batch.at(out, step=self.step, residual_scales=scales)
+            batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
             finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
             if not all(finite):
                 pairs = zip(group.places, finite, strict=True)
@@ -154,6 +173,21 @@ class Message:
                 assert block.partition.aggregator.feedback is not None
                 block.partition.aggregator.feedback.after_up(block.value, block.memory)
         return bad
+
+    def _ready(self, section: Section) -> _Encode:
+        """Copy what is kept of blocks, and let feedback turn their values into what is encoded."""
+        prepared = self.hold(section)
+        for feedback, block in prepared.remembering:
+            if section.down:
+                feedback.before_down(block.value, block.memory, unit_ratio=block.unit_ratio)
+            else:
+                if block.gradient_scale != 1.0:
+                    block.value.mul_(block.gradient_scale)
+                feedback.before_up(block.value, block.memory, unit_ratio=block.unit_ratio)
+        return prepared
+
+    def _residual_scales(self, group: _Group) -> list[float]:
+        return [self.blocks[place].residual_scale for place in group.places]
 
     def hold(self, section: Section) -> _Encode:
         """Copy what is kept of blocks; of those that are not encoded in this step, so that `finish` finds them too."""
@@ -193,7 +227,8 @@ class Message:
             values = [self.blocks[place].value for place in group.places]
             keys = self._keys(group, SHARED_STREAM if group.compressor.shared_key else stream)
             owed = [residuals[place] for place in group.places]
-            prepared.append((group, EncodeBatch(values, owed, keys, starts, nbytes)))
+            shared = self._all_shared(group)
+            prepared.append((group, EncodeBatch(values, owed, keys, starts, nbytes, shared)))
         kept = [("", place, residual) for place, residual in residuals.items() if residual is not None]
         remembering: list[tuple[Feedback, Block]] = []
         seen: list[int] = []
@@ -216,8 +251,18 @@ class Message:
         for group, starts, nbytes in self._groups(section):
             values = [self.blocks[place].value for place in group.places]
             keys = self._keys(group, SHARED_STREAM) if group.compressor.shared_key else None
-            prepared.append((group, DecodeBatch(values, starts, nbytes, keys)))
+            prepared.append((group, DecodeBatch(values, starts, nbytes, keys, self._all_shared(group))))
         return prepared
+
+    def _all_shared(self, group: _Group) -> list[Tensor] | None:
+        if group.compressor.statistic_reduction is None:
+            return None
+        return [self._shared(place) for place in group.places]
+
+    def _shared(self, place: int) -> Tensor:
+        """Return the statistics of one block, in those of the message."""
+        partition, start = self.blocks[place].partition, self.layout.shared[place]
+        return self.statistics[start : start + partition.aggregator.up.num_statistics(partition.spec)]
 
     def _keys(self, group: _Group, stream: int) -> list[Key]:
         """Return what the blocks of a group draw from; the step is set as each begins."""
@@ -269,6 +314,16 @@ class Message:
             for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
                 if self.blocks[place].partition.name in names:
                     torch.mul(saved, self.blocks[place].unit_ratio, out=residual)
+
+    def write_flags(self, out: Tensor, nonfinite: Set[str], op: Literal["sum", "max"]) -> None:
+        """Write which parameters this rank's backward reached, and what is not finite, as numbers to be combined."""
+        used = {block.partition.name for block in self.blocks if block.used}
+        write_flags(out, self.layout.names, used, nonfinite, self.rank, op)
+
+    def read_flags(self, data: Tensor, op: Literal["sum", "max"]) -> None:
+        """Note what the flags of all ranks together say."""
+        self.unused, nonfinite = read_flags(data, self.layout.names, op)
+        self.nonfinite |= nonfinite
 
     def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
         """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""

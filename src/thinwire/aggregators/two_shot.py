@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
-from thinwire.aggregators.checks import check_feedback, check_one_mask, check_own_scale, feedback_suffix
+from thinwire.aggregators.checks import check_feedback, check_no_vote, check_one_mask, check_own_scale, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
+from thinwire.aggregators.statistic import agree, statistic_round
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
@@ -25,7 +26,7 @@ class TwoShot(Aggregator):
         all, the owner included: the mean is decode(C_down(m)), from the same bytes, so replicas stay bit-identical.
 
     Sums are in float32 and rank order, and the division happens once. Bytes per rank: (n-1)/n of the encoded model up,
-    and as much down, whatever n.
+    and as much down, whatever n. Kinds whose scale all ranks share first reduce one vector of statistics.
 
     Args:
         up: what ranks send.
@@ -35,7 +36,7 @@ class TwoShot(Aggregator):
 
     Raises:
         RecipeError: feedback is missing where it is required, or given where it diverges; one mask, shared by both
-            hops, would be scaled for twice; or a kind waits for a scale that ranks agree on.
+            hops, would be scaled for twice; signs without a scale; or `down` waits for a scale that ranks agree on.
 
     Example:
         >>> TwoShot(up=TopK(density=0.01), down=TopK(density=0.01), feedback=ErrorFeedback()).recipe()
@@ -52,8 +53,9 @@ class TwoShot(Aggregator):
     feedback: Feedback | None = None
 
     def __post_init__(self) -> None:
-        check_own_scale(self.up, "TwoShot")
-        check_own_scale(self.down, "TwoShot")
+        for compressor in (self.up, self.down):
+            check_no_vote(compressor, "TwoShot")
+        check_own_scale(self.down, "an owner, which encodes alone")
         check_feedback(self.up, self.feedback)
         check_feedback(self.down, self.feedback)
         check_one_mask(self.up, self.down)
@@ -67,6 +69,7 @@ class TwoShot(Aggregator):
     def lay_out(partitions: Sequence[Partition], world_size: int) -> MessageLayout:
         """Per owner one block: a header, then its partitions."""
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
+        agreement, shared = statistic_round(partitions, len(names), world_size)
         header = header_nbytes(len(names))
         up_nbytes, down_nbytes = [header] * world_size, [header] * world_size
         up: list[int] = []
@@ -79,18 +82,19 @@ class TwoShot(Aggregator):
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=(AllToAll(tuple(up_nbytes)), AllGather(tuple(down_nbytes))),
+            rounds=(*agreement, AllToAll(tuple(up_nbytes)), AllGather(tuple(down_nbytes))),
             names=names,
             header_nbytes=header,
             up=tuple(up),
             down=tuple(down),
+            shared=shared,
         )
 
     @staticmethod
     def exchange(message: Message) -> Exchange:
         """Encode for the owners, mean what one owns, encode it once, decode everyone's."""
         layout, rank, world_size = message.layout, message.rank, message.layout.world_size
-        push, pull = layout.rounds
+        push, pull = layout.rounds[-2:]
         assert isinstance(push, AllToAll)
         assert isinstance(pull, AllGather)
         if not message.sections:
@@ -101,7 +105,8 @@ class TwoShot(Aggregator):
         # Up: C(g + e) to the owners. Every block, also to ranks that own nothing here, carries the header.
         send = buffers.take(sum(push.nbytes))
         received = buffers.take(world_size * push.nbytes[rank])
-        bad = message.encode(all_up, send)
+        yield from agree(message, all_up, send)
+        bad = set[str]() if message.nonfinite else message.encode(all_up, send)
         for block in split(send, push.nbytes):
             message.write_header(block[:header], bad, used=True)
         yield Transfer(push, send, received)

@@ -69,21 +69,33 @@ class Fidelity:
         """Encode and decode every rank's gradients of every step, without feedback."""
         if isinstance(aggregator, Dense):
             return {"encode_error": None, "encode_s": None, "decode_s": None}
-        compressor, partitions = aggregator.up, [p for param in plan.params for p in param.partitions]
+        partitions = [p for param in plan.params for p in param.partitions]
+        compressor = partitions[0].aggregator.up
         specs, sizes = [p.spec for p in partitions], [p.numel for p in partitions]
         nbytes = [compressor.nbytes(spec) for spec in specs]
         starts = list(itertools.accumulate(nbytes, initial=0))[:-1]
         x, out = torch.empty(self.numel), torch.empty(self.numel)
         data = torch.empty(sum(nbytes), dtype=torch.uint8)
+        statistics = torch.zeros(sum(compressor.num_statistics(spec) for spec in specs))
+        shared = split(statistics, [compressor.num_statistics(spec) for spec in specs])
         batches: list[tuple[EncodeBatch, DecodeBatch]] = []
         for rank in range(plan.world_size):
             stream = SHARED_STREAM if compressor.shared_key else rank
             keys = [Key(p.key, 0, stream, p.offset) for p in partitions]
-            encode = EncodeBatch(split(x, sizes), [None] * len(sizes), keys, starts, nbytes)
-            batches.append((encode, DecodeBatch(split(out, sizes), starts, nbytes, keys)))
+            encode = EncodeBatch(split(x, sizes), [None] * len(sizes), keys, starts, nbytes, shared)
+            batches.append((encode, DecodeBatch(split(out, sizes), starts, nbytes, keys, shared)))
         errors: list[float] = []
         times: dict[str, float] = {"encode": math.inf, "decode": math.inf}
         for step, gradients in enumerate(self._gradients):
+            if compressor.statistic_reduction is not None:
+                found: list[Tensor] = []
+                for (encode, _), given in zip(batches, gradients, strict=True):
+                    x.copy_(given)
+                    encode.at(data, step=step, residual_scales=[1.0] * len(sizes))
+                    compressor.statistic_jobs(encode, specs, threads=self._threads)
+                    found.append(statistics.clone())
+                together = torch.stack(found)
+                statistics.copy_(together.amax(0) if compressor.statistic_reduction == "max" else together.sum(0))
             for (encode, decode), given in zip(batches, gradients, strict=True):
                 x.copy_(given)
                 encode.at(data, step=step, residual_scales=[1.0] * len(sizes))

@@ -88,7 +88,7 @@ def _cells(entry: Entry) -> list[str]:
         entry.recipe,
         f"{entry.bits_per_element:.2f}".removesuffix(".00"),
         contract_text(entry.contract),
-        ", ".join(entry.aggregators) or "none yet",
+        ", ".join(entry.aggregators),
         "error feedback" if entry.needs_feedback else "none",
         entry.when,
     ]

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
+import torch
+
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
 from thinwire.errors import ScheduleError
 
 
@@ -46,9 +48,18 @@ def _move(transfers: Sequence[Transfer]) -> None:
                 for source, transfer in enumerate(transfers):
                     target.receive[start : start + nbytes[source]] = transfer.send
                     start += nbytes[source]
-        case AllReduce():
+        case SendRecv(moves):
+            filled = [0] * len(transfers)
+            for source, target, start, stop in moves:
+                end = filled[target] + stop - start
+                transfers[target].receive[filled[target] : end] = transfers[source].send[start:stop]
+                filled[target] = end
+        case AllReduce(op=op):
             total = transfers[0].send.clone()
             for transfer in transfers[1:]:
-                total += transfer.send
+                if op == "max":
+                    torch.maximum(total, transfer.send, out=total)
+                else:
+                    total += transfer.send
             for transfer in transfers:
                 transfer.receive.copy_(total)

@@ -2,8 +2,9 @@
 
 Blocks travel over a `Mesh` where every rank has the compiled module, else over gloo; all-reduces always by gloo. Both
 match what is sent and received by order alone, so two rounds that are issued in another order on another rank would
-swap their data, silently with gloo. Hence *lanes*, each a thread with connections of its own: every round number has a
-few, messages take them in turn, and a lane runs its rounds strictly in the order messages were submitted. Nothing is
+swap their data, silently with gloo. Hence *lanes*, each a thread with connections of its own: even round numbers have a
+few and odd ones others, messages take them in turn, and a lane runs its rounds strictly in the order of (message, round
+number). A round only waits for rounds before it in that order, so that no two lanes can wait for each other. Nothing is
 ever issued from a future's callback, and no callback waits.
 """
 
@@ -31,7 +32,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, Transfer
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
 
@@ -46,6 +47,8 @@ def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = No
     """Do one round, over the mesh if there is one, and return when the bytes are here."""
     rank, world_size = group.rank(), group.size()
     match transfer.round:
+        case SendRecv():
+            _send_recv(transfer, transfer.round, group, mesh)
         case AllToAll(nbytes) if mesh is not None:
             _over_mesh(transfer, list(nbytes), [nbytes[rank]] * world_size, mesh)
         case AllGather(nbytes) if mesh is not None:
@@ -54,8 +57,9 @@ def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = No
             _exchange(split(transfer.send, nbytes), split(transfer.receive, [nbytes[rank]] * world_size), group)
         case AllGather(nbytes):
             _exchange([transfer.send] * world_size, split(transfer.receive, nbytes), group)
-        case AllReduce():
-            group.allreduce([transfer.send]).wait()
+        case AllReduce(op=op):
+            reduce = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+            group.allreduce([transfer.send], reduce).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
 
@@ -75,6 +79,32 @@ def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[
     mesh.exchange(
         starts, send_nbytes, _starts(receive.data_ptr(), receive_nbytes), receive_nbytes, free_nbytes=SMALL_NBYTES
     )
+
+
+def _send_recv(transfer: Transfer, moves: SendRecv, group: dist.ProcessGroup, mesh: Mesh | None) -> None:
+    """Cut the moves of this rank out of the buffers, then send and receive them all at once: each rank has few."""
+    rank, world_size = group.rank(), group.size()
+    cut: dict[int, list[Tensor]] = {}
+    sizes = [0] * world_size
+    for source, target, start, stop in moves.moves:
+        if source == rank:
+            cut.setdefault(target, []).append(transfer.send[start:stop])
+        if target == rank:
+            sizes[source] += stop - start
+    sends = {target: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for target, pieces in cut.items()}
+    receives = split(transfer.receive, sizes)  # by source, as the moves are
+    if mesh is None:
+        started = [group.recv([data], source, 0) for source, data in enumerate(receives) if data.numel()]
+        started += [group.send([data], target, 0) for target, data in sends.items() if data.numel()]
+        for work in started:
+            work.wait()
+        return
+    if not all(data.is_cpu and data.is_contiguous() for data in (*sends.values(), *receives)):
+        raise ScheduleError("expected contiguous buffers on the CPU")
+    nothing = transfer.receive.data_ptr()
+    to = [sends[target].data_ptr() if target in sends else nothing for target in range(world_size)]
+    to_nbytes = [sends[target].nbytes if target in sends else 0 for target in range(world_size)]
+    mesh.exchange(to, to_nbytes, [data.data_ptr() for data in receives], sizes, free_nbytes=2**31)
 
 
 def _starts(address: int, sizes: list[int]) -> list[int]:
@@ -167,8 +197,8 @@ class OverlappedDriver:
 
     Args:
         group: the ranks that take part; its own collectives are never touched.
-        num_rounds: most rounds that a schedule has.
-        lanes: of each round number; two keep the wire busy while one waits for the slowest peer.
+        num_rounds: sets of lanes; round r of a schedule takes set r modulo this.
+        lanes: in each set; two keep the wire busy while one waits for the slowest peer.
         workers: threads that encode and decode.
         depth: exchanges under way at once.
         timeout: of each collective; None for torch's default.
@@ -220,7 +250,6 @@ class OverlappedDriver:
         """
         if not self._lanes:
             raise AttachError("the link is closed: attach again, to a freshly wrapped model, to go on training")
-        assert len(schedule) <= len(self._lanes), f"{len(schedule)} rounds, lanes for {len(self._lanes)}"
         ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
         with self._lock:
             if self._error is not None:
@@ -229,7 +258,8 @@ class OverlappedDriver:
             turn = self._liveness.begun
             self._liveness.begun += 1
             for position in range(len(schedule)):
-                lane = self._lanes[position][turn % len(self._lanes[position])]
+                lanes = self._lanes[position % len(self._lanes)]
+                lane = lanes[turn % len(lanes)]
                 lane.submit(functools.partial(self._run_round, ticket, position, lane))
             self._waiting.append(ticket)
             self._open.add(ticket)

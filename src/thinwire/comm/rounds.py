@@ -6,6 +6,7 @@ counters and the cost model. Drivers only move or sum; they know no compressor.
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,11 +45,15 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Sum, in place, `numel` numbers of `dtype` over `world_size` ranks (a ring: each rank sends 2 (n-1)/n of them)."""
+    """Combine, in place, `numel` numbers of `dtype` over `world_size` ranks: their sum, or the largest.
+
+    By a ring, in which each rank sends 2 (n-1)/n of them.
+    """
 
     numel: int
     dtype: torch.dtype
     world_size: int
+    op: Literal["sum", "max"] = "sum"
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`."""
@@ -59,7 +64,33 @@ class AllReduce:
         return [self.sent_nbytes(0)] * self.world_size
 
 
-Round = AllToAll | AllGather | AllReduce
+@dataclass(frozen=True, slots=True)
+class SendRecv:
+    """Some ranks send to some others: (source, target, start, stop), in order of sources and targets.
+
+    Bytes start to stop of the source's buffer travel. What arrives at one rank lies in the order of the moves.
+    """
+
+    moves: tuple[tuple[int, int, int, int], ...]
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`."""
+        return sum(stop - start for source, _, start, stop in self.moves if source == rank)
+
+    def sent_nbytes_by_rank(self) -> list[int]:
+        """Bytes that leave each rank."""
+        sent = [0] * self.world_size
+        for source, _, start, stop in self.moves:
+            sent[source] += stop - start
+        return sent
+
+    def received_nbytes(self, rank: int) -> int:
+        """Bytes that arrive at `rank`."""
+        return sum(stop - start for _, target, start, stop in self.moves if target == rank)
+
+
+Round = AllToAll | AllGather | AllReduce | SendRecv
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +99,8 @@ class Transfer:
 
     AllToAll: `send` holds the blocks for rank 0, 1, ... one after another, `receive` gets world_size blocks of
     nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
-    AllReduce: `send` is summed in place and `receive` is the same tensor.
+    AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv: moves are cut from `send`, and
+    `receive` gets what arrives.
     """
 
     round: Round

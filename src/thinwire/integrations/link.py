@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
+from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.errors import NonFiniteError, PlanError, StateError
 from thinwire.integrations.agreement import agree
@@ -395,7 +395,7 @@ class Link:
 
     def _report(self, nonfinite: list[tuple[int, str]]) -> NonFiniteError | None:
         rank, name = nonfinite[0]
-        where = "the mean over ranks" if rank == MEAN else f"rank {rank}"
+        where = {MEAN: "the mean over ranks", MANY: "several ranks"}.get(rank, f"rank {rank}")
         error = NonFiniteError(
             f"the gradient of {name!r} on {where} holds inf or nan, or does not fit its wire dtype ({len(nonfinite)} "
             "such contributions); nan was delivered on all ranks and the residuals kept. With mixed precision pass "

@@ -20,6 +20,8 @@ from thinwire.recipes import parse_recipe
 class StatelessHook:
     """One recipe without feedback, for any model and process group; inf and nan are delivered as nan.
 
+    Random numbers are keyed by a parameter's place in its bucket, since names are not known here, and by the pass.
+
     Drivers are made on first use, which is collective, as DDP calls hooks on all ranks alike.
     """
 
@@ -27,6 +29,7 @@ class StatelessHook:
         self._recipe = parse_recipe(recipe)
         assert self._recipe.feedback is None, f"{recipe} needs state"
         self._drivers: weakref.WeakKeyDictionary[dist.ProcessGroup, OverlappedDriver] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
         self._buffers = BufferPool()
 
@@ -36,6 +39,8 @@ class StatelessHook:
         driver = self._drivers.get(group)
         if driver is None:
             driver = self._drivers[group] = OverlappedDriver(group)
+        # Every pass draws other numbers. Passes of several models count alike on all ranks, as hooks are called alike.
+        self._steps[group] = step = self._steps.get(group, -1) + (bucket.index() == 0)
         buffer = bucket.buffer()
         plan = self._plan(bucket, buffer, dist.get_world_size(group))
         raw: torch.futures.Future[Any] = torch.futures.Future()
@@ -49,6 +54,7 @@ class StatelessHook:
                     layout,
                     [Block(p, work[at : at + p.numel]) for p, at in zip(layout.partitions, starts, strict=True)],
                     driver.rank,
+                    step,
                     buffers=self._buffers,
                 )
                 for layout, starts in zip(plan.layouts, plan.starts, strict=True)
@@ -61,10 +67,10 @@ class StatelessHook:
 
     def _plan(self, bucket: dist.GradBucket, buffer: Tensor, world_size: int) -> BucketPlan:
         parameters = bucket.parameters()
-        key = (world_size, *((tuple(p.shape), p.dtype) for p in parameters))
+        key = (world_size, bucket.index(), *((tuple(p.shape), p.dtype) for p in parameters))
         plan = self._plans.get(key)
         if plan is None:
-            named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+            named = [(f"{bucket.index()}.{i}", parameter) for i, parameter in enumerate(parameters)]
             names = [name for name, _ in named]
             plan = self._plans[key] = plan_bucket(build_plan(named, self._recipe, world_size), names, buffer)
         return plan
