@@ -80,7 +80,7 @@ def standard_dithering_hook(state: Group, bucket: dist.GradBucket) -> torch.futu
 
 
 def standard_dithering_4bit_hook(state: Group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Global-QSGD's standard dithering in 4 bits: codes are merged in pairs, so that all levels serve any world size."""
+    """Global-QSGD's standard dithering in 4 bits: codes are merged in pairs, so that all levels serve any ranks."""
     return _run(_standard_4bit, state, bucket)
 
 
