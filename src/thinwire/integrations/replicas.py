@@ -90,4 +90,4 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
 
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().view(-1)  # a view, but for tensors in another order of memory
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"").hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
