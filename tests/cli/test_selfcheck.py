@@ -11,11 +11,28 @@ import pytest
 from thinwire.cli import main
 
 MODEL = """
+import itertools
+import os
+import signal
+
 from torch import nn
 import torch
 
 def good():
     return nn.Linear(300, 300)
+
+def ending(how):
+    def loss(model, step, rank):
+        if rank == 1 and step == 3:
+            how()
+        return model(torch.randn(4, 300)).square().sum()
+    return nn.Linear(300, 300), loss
+
+def killed():
+    return ending(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+def spinning():
+    return ending(lambda: [None for _ in itertools.count() if False])
 
 def bad():
     def loss(model, step, rank):
@@ -61,6 +78,19 @@ def test_a_rank_that_raises_is_said_in_a_line_and_ends_it(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "rank 1: KeyError: 'no such batch'" in done.stdout
     assert "FAILED" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("killed", "rank 1 was ended by signal 9"), ("spinning", "rank 1: int8, rung 'dense' took more than 15 s")],
+)
+def test_a_rank_that_dies_or_never_returns_ends_it(tmp_path: Path, model: str, said: str) -> None:
+    done = _run(tmp_path, "thinwire", "selfcheck", "--model", f"mine:{model}", "--timeout", "3")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "rung 'dense': a rank came to no verdict" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -24,6 +24,7 @@ from thinwire.ladder import Report, Rung, selfcheck
 from thinwire.ladder.training import Factory, Loss
 from thinwire.recipes import parse_recipe
 
+_MEETING_S = 60.0  # ranks may take so long to start, whatever the timeout of collectives
 _GRACE_S = 10.0  # for the others, once a rank has ended with an error
 
 
@@ -113,12 +114,12 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 def _rank(args: argparse.Namespace) -> int:
     rank = int(os.environ["RANK"])
-    watch = _Watch(rank, 5 * args.timeout)
+    watch, meeting_s = _Watch(rank), max(_MEETING_S, args.timeout)
     factory = small_model if args.model is None else _factory(args.model)
     if rank == 0:
         check_outputs(args.json)
-    watch.begin("meeting the other ranks")
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.timeout))
+    watch.begin("meeting the other ranks", 2 * meeting_s)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=meeting_s))
     file = table_file(args.json) if rank == 0 else open(os.devnull, "w")  # noqa: SIM115  # until the program ends
     columns = (Column("recipe", 12, left=True), Column("rung", 12, left=True), Column("verdict", 14, left=True))
     reports: list[Report] = []
@@ -126,7 +127,7 @@ def _rank(args: argparse.Namespace) -> int:
         for recipe in args.recipes:
 
             def on_rung(name: str, rung: Rung | None, recipe: str = recipe) -> None:
-                watch.begin(f"{recipe}, rung {name!r}")
+                watch.begin(f"{recipe}, rung {name!r}", 5 * args.timeout)
                 table.status(f"{recipe}: {name}")
                 if rung is not None:
                     table.add([recipe, name, rung.verdict, f"{rung.seconds:.1f}", rung.sentence])
@@ -174,13 +175,13 @@ def _document(reports: Sequence[Report], args: argparse.Namespace) -> dict[str, 
 class _Watch:
     """Ends the program, with a line that says where, if something takes too long: a user's own loop, for one."""
 
-    def __init__(self, rank: int, seconds: float) -> None:
-        self._rank, self._seconds = rank, seconds
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._timer: threading.Timer | None = None
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, seconds: float) -> None:
         self.end()
-        self._timer = threading.Timer(self._seconds, self._expire, [what])
+        self._timer = threading.Timer(seconds, self._expire, [what, seconds])
         self._timer.daemon = True
         self._timer.start()
 
@@ -188,8 +189,8 @@ class _Watch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _expire(self, what: str) -> None:
-        print(f"thinwire: rank {self._rank}: {what} took more than {self._seconds:g} s", file=sys.stderr, flush=True)
+    def _expire(self, what: str, seconds: float) -> None:
+        print(f"thinwire: rank {self._rank}: {what} took more than {seconds:g} s", file=sys.stderr, flush=True)
         os._exit(1)
 
 
