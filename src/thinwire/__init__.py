@@ -38,6 +38,7 @@ from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
+from thinwire.ladder import selfcheck as selfcheck
 from thinwire.plan import ParamInfo as ParamInfo
 from thinwire.plan import Patterns as Patterns
 from thinwire.plan import Plan as Plan

@@ -25,6 +25,7 @@ def attach(
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
 ) -> Link:
     """Make a DDP model exchange compressed gradients from its next backward pass on.
@@ -48,6 +49,9 @@ def attach(
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
             most 4.
         timeout: of each collective; torch's default for gloo if None.
+        check_replicas_every: steps between checks that all ranks hold the same parameters, to the bit, frozen ones too;
+            0 never checks. A check hashes all parameters before the first bucket of a backward pass and gathers 64
+            bytes a rank; other steps cost nothing. Buffers are not compared: DDP lets those of BatchNorm differ.
         loggers: objects with `write(step, values)`, called on rank 0; see `LogLine`, `CSV`, `TensorBoard`.
 
     Returns:
@@ -59,6 +63,8 @@ def attach(
         RecipeError: an unknown recipe or a setting out of range.
         PlanError: a pattern that matches nothing, phases that do not go together, or ranks whose plans differ; the
             first difference is named. All ranks raise.
+
+        Later, `backward` raises on all ranks: `ReplicaError`, if a check finds parameters that differ.
 
     Example:
         ```python
@@ -78,6 +84,7 @@ def attach(
         threads=threads,
         workers=workers,
         timeout=timeout,
+        check_replicas_every=check_replicas_every,
         loggers=loggers,
     )
     model.register_comm_hook(None, link.hook)  # type: ignore[operator]  # make_link has checked that it is DDP

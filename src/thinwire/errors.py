@@ -33,6 +33,10 @@ class NonFiniteError(ThinwireError, ArithmeticError):
     """A gradient held inf or nan and no GradScaler was given to skip the step."""
 
 
+class ReplicaError(ThinwireError, RuntimeError):
+    """Ranks that hold different parameters. The message names them and the first parameter."""
+
+
 class StateError(ThinwireError, ValueError):
     """Saved state that does not fit this model, plan or world size."""
 

@@ -16,6 +16,7 @@ from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
+from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan, PlanOptions
 from thinwire.schedule import Phase, Schedule
@@ -38,6 +39,7 @@ def make_link(
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
 ) -> Link:
     """Plan a DDP model on all ranks and make its link; the hook is not registered yet. Collective.
@@ -56,6 +58,8 @@ def make_link(
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
+        if check_replicas_every < 0:
+            raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
         phases = build_phases(_trained(model), recipe, world_size, options, start_after=start_after)
@@ -75,6 +79,7 @@ def make_link(
             f"start_after={start_after}",
             f"scaler={'none' if scaler is None else 'given'}",
             f"on_nonfinite={on_nonfinite!r}",
+            f"check_replicas_every={check_replicas_every}",
         ]
         phases = agree(build, driver.control, settings)
     except BaseException:
@@ -91,6 +96,8 @@ def make_link(
         on_nonfinite=on_nonfinite,
         track_unused=bool(model.find_unused_parameters or model.static_graph),
         threads=threads,
+        replicas=ReplicaCheck(dict(_kept_equal(model)), driver.control),
+        check_replicas_every=check_replicas_every,
         loggers=loggers,
     )
     if rank == 0:
@@ -105,9 +112,14 @@ def make_link(
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters that DDP reduces, under their names inside the wrapped module."""
+    return [(name, param) for name, param in _kept_equal(model) if param.requires_grad]
+
+
+def _kept_equal(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters that DDP keeps equal on all ranks: all that it was not told to ignore."""
     assert isinstance(model, DistributedDataParallel)
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    return [(n, p) for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored]
+    return [(name, param) for name, param in model.module.named_parameters() if name not in ignored]
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_after: int, on_nonfinite: str) -> None:
