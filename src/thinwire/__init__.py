@@ -7,6 +7,7 @@ from thinwire.aggregators import Gather as Gather
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
 from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant

@@ -26,6 +26,7 @@ from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.stats import StepStats, Totals
+from thinwire.integrations.watch import Watch
 from thinwire.kernels.reference_steps import tree_sum
 from thinwire.phases import Phases
 from thinwire.plan import Plan
@@ -107,6 +108,7 @@ class Link:
         track_unused: bool = False,
         threads: int = 1,
         loggers: Sequence[Logger] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
@@ -118,6 +120,7 @@ class Link:
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
+        self._watch = watch
         self._agreed: Plan | None = phases.at(0)  # the plan that all ranks are known to use
         self._threads = threads
         self._loggers = list(loggers) if rank == 0 else []
@@ -284,6 +287,8 @@ class Link:
 
     def _begin_step(self) -> _Step:
         self._flush_loggers()
+        if self._watch is not None:
+            self._watch.begin()
         step = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
