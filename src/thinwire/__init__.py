@@ -8,6 +8,7 @@ from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
 from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from thinwire.integrations.accumulate import accumulate as accumulate
 from thinwire.integrations.ddp import Recipe, make_link
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Tower, attached, batch, digest, gradients, loss, seeded, train
+from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, train
+
+import thinwire
+from thinwire.errors import AttachError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -176,6 +179,42 @@ def test_ignored_parameters_are_no_business_of_the_plan(ranks):
     results = ranks(2).run(_ignored)
     assert results[0] == results[1]
     assert results[0][0] == ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
+
+
+def _thawed(rank, world_size):
+    inner = seeded(Tower, 24, 3)
+    inner.layers[1].requires_grad_(False)
+    model = DDP(inner)
+    with attached(model, "topk:0.1") as link:
+        loss(model, batch(rank, 0, width=24)).backward()
+        saved = link.state_dict()
+        inner.layers[1].requires_grad_(True)
+        with pytest.raises(AttachError, match=r"'layers\.1\.weight' requires a gradient now"):
+            loss(model, batch(rank, 1, width=24)).backward()
+    # As the message says. What was owed goes on; the thawed layer owes nothing yet.
+    model = DDP(inner)
+    with attached(model, "topk:0.1") as link:
+        for name, param in inner.layers[1].named_parameters(prefix="layers.1"):
+            saved["worker"][name], saved["owner"][name] = torch.zeros_like(param), torch.zeros_like(param)
+        states = [None] * world_size
+        dist.all_gather_object(states, saved)
+        link.load_state_dict(thinwire.reshard_state(states, world_size, partition_numel=ALL.partition_numel)[rank])
+        ledger = Ledger(model, link)
+        for name in saved["worker"]:  # what was owed is due; `saved` counts once on each rank
+            ledger._due[name] += saved["worker"][name].double() + world_size * saved["owner"][name].double()
+        x = batch(rank, 1, width=24)
+        ledger.expect(loss(inner, x))
+        model.zero_grad()
+        loss(model, x).backward()
+        ledger.got()
+        return ledger.error(), digest(gradients(model)), len(gradients(model))
+
+
+def test_layers_that_thaw(ranks):
+    results = ranks(2).run(_thawed)
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2] == 6
+    assert max(error for error, _, _ in results) < 2e-6
 
 
 def _warm_up(rank, world_size, cap):

@@ -17,6 +17,7 @@ from thinwire.integrations.agreement import agree
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
+from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan, PlanOptions
 from thinwire.schedule import Phase, Schedule
@@ -99,6 +100,7 @@ def make_link(
         replicas=ReplicaCheck(dict(_kept_equal(model)), driver.control),
         check_replicas_every=check_replicas_every,
         loggers=loggers,
+        watch=Watch(model, _frozen(model), speaks=rank == 0),
     )
     if rank == 0:
         _advise(model, phases.final)
@@ -120,6 +122,12 @@ def _kept_equal(model: nn.Module) -> list[tuple[str, Tensor]]:
     assert isinstance(model, DistributedDataParallel)
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
     return [(name, param) for name, param in model.module.named_parameters() if name not in ignored]
+
+
+def _frozen(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return the parameters that DDP does not reduce as they do not train, by name."""
+    ignored: set[str] = getattr(model, "parameters_to_ignore", set())
+    return {n: p for n, p in model.module.named_parameters() if not p.requires_grad and n not in ignored}
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_after: int, on_nonfinite: str) -> None:

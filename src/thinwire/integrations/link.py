@@ -27,6 +27,7 @@ from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.stats import StepStats, Totals
+from thinwire.integrations.watch import Watch
 from thinwire.kernels.reference_steps import tree_sum
 from thinwire.phases import Phases
 from thinwire.plan import Plan
@@ -110,6 +111,7 @@ class Link:
         replicas: ReplicaCheck | None = None,
         check_replicas_every: int = 0,
         loggers: Sequence[Logger] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
@@ -121,6 +123,7 @@ class Link:
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
+        self._watch = watch
         self._agreed: Plan | None = phases.at(0)  # the plan that all ranks are known to use
         self._threads = threads
         self._replicas, self._check_replicas_every = replicas, check_replicas_every
@@ -297,6 +300,8 @@ class Link:
     def _begin_step(self) -> _Step:
         self._flush_loggers()
         self._check_replicas()
+        if self._watch is not None:
+            self._watch.begin()
         step = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
