@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from training import ALL, batch, digest, loss, seeded
 
 import thinwire
@@ -62,9 +62,14 @@ def _same_mean(rank, world_size, policy):
         )
 
 
-@pytest.mark.parametrize(("world_size", "policy"), [(2, None), (3, None), (4, None), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("world_size", "policy"), [(2, None), (3, None), (4, None), (2, torch.bfloat16), (2, torch.float16)]
+)
 def test_uncompressed_gradients_are_those_of_fsdp2(ranks, world_size, policy):
-    """The mean is divided exactly once, for any number of ranks and for shards of unequal size."""
+    """The mean is divided exactly once, for any number of ranks and for shards of unequal size.
+
+    For float16 FSDP2 asks for sums, and divides before and after.
+    """
     ranks(world_size).run(_same_mean, policy)
 
 
@@ -255,6 +260,47 @@ def _nonfinite(rank, world_size):
 
 def test_inf_on_one_rank_is_nan_on_all(ranks):
     ranks(2).run(_nonfinite)
+
+
+def _divides(rank, world_size):
+    """FSDP2 asks for a sum and divides it, or for a factor that no sum can have."""
+    for sums in (True, False):
+        model = _model()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(6.0)
+                module.set_force_sum_reduction_for_comms(sums)
+        link = thinwire.attach(model, "identity", options=ALL)
+        value = loss(model, batch(rank, 0, width=WIDTH))
+        if not sums:
+            with pytest.raises(AttachError, match="set_force_sum_reduction_for_comms"):
+                value.backward()
+            break
+        value.backward()
+        plain = _train(rank, 1)[0]
+        for expected, got in zip(plain, _gradients(model), strict=True):
+            if got.numel():
+                assert torch.allclose(
+                    got, expected * world_size / 6, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+                )
+        link.close()
+
+
+def test_who_divides(ranks):
+    ranks(3).run(_divides)
+
+
+def _alone(rank, world_size):
+    model = _model()
+    link = thinwire.attach(model, "int4", options=ALL)
+    loss(model, batch(rank, 0, width=WIDTH)).backward()
+    assert "1 ranks" in str(link.plan)
+    assert link.stats()["steps"] == 0  # FSDP2 has nothing to send
+    link.close()
+
+
+def test_one_rank(ranks):
+    ranks(1).run(_alone)
 
 
 def _refused(rank, world_size):
