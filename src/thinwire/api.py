@@ -2,18 +2,39 @@
 
 import datetime
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import nn
 
+from thinwire.errors import AttachError
 from thinwire.integrations.accumulate import accumulate as accumulate
 from thinwire.integrations.ddp import Recipe, make_link
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.plan import PlanOptions
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
+    from thinwire.integrations.fsdp import ShardLink
+    from thinwire.integrations.fsdp_plan import Recipe as ShardRecipe
+
+
+@overload
+def attach(
+    model: "FSDPModule",
+    recipe: "ShardRecipe",
+    *,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> "ShardLink": ...
+
+
+@overload
 def attach(
     model: nn.Module,
     recipe: Recipe,
@@ -28,14 +49,31 @@ def attach(
     timeout: datetime.timedelta | None = None,
     check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
-) -> Link:
+) -> Link: ...
+
+
+def attach(
+    model: "nn.Module | FSDPModule",
+    recipe: "Recipe | ShardRecipe",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Scaler | None = None,
+    start_after: int = 0,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+    loggers: Sequence[Logger] = (),
+) -> "Link | ShardLink":
     """Make a DDP model exchange compressed gradients from its next backward pass on.
 
     Call once, on every rank, after wrapping the model. Gradients that `backward` leaves in `param.grad` are then the
     mean over ranks as the recipe delivers it, equal on all ranks to the bit.
 
     Args:
-        model: a `DistributedDataParallel` model on the CPU.
+        model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
+            compressed, without `optimizer`, `scaler`, `start_after` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
             None leaves the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then int4").
@@ -56,7 +94,8 @@ def attach(
         loggers: objects with `write(step, values)`, called on rank 0; see `LogLine`, `CSV`, `TensorBoard`.
 
     Returns:
-        A `Link`: `plan` (printable), `stats()`, `state_dict()`, `load_state_dict()`.
+        A `Link`, or a `ShardLink` for a sharded model: `plan` (printable), `stats()`, `state_dict()`,
+        `load_state_dict()`.
 
     Raises:
         AttachError: no process group, another kind of model, a model that has a hook, an optimizer that would apply
@@ -74,9 +113,26 @@ def attach(
         print(link.plan)
         ```
     """
+    # A model cannot be sharded unless torch.distributed.fsdp is imported, which takes a while: not before.
+    if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
+        from thinwire.integrations.fsdp import make_shard_link
+
+        given = {"optimizer": optimizer, "scaler": scaler, "start_after": start_after, "loggers": loggers}
+        if wrong := [name for name, value in given.items() if value]:
+            raise AttachError(f"{', '.join(wrong)}: not supported with fully_shard; expected attach without")
+        return make_shard_link(
+            model,  # type: ignore[arg-type]
+            recipe,  # type: ignore[arg-type]
+            options=options,
+            on_nonfinite=on_nonfinite,
+            threads=threads,
+            workers=workers,
+            timeout=timeout,
+        )
+    assert isinstance(model, nn.Module)
     link = make_link(
         model,
-        recipe,
+        recipe,  # type: ignore[arg-type]
         optimizer=optimizer,
         scaler=scaler,
         start_after=start_after,

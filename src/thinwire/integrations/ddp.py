@@ -134,7 +134,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(
             f"expected a model wrapped in DistributedDataParallel, got {type(model).__name__}: attach after "
-            "model = DistributedDataParallel(model)"
+            "model = DistributedDataParallel(model), or after fully_shard(model), on the outermost module too"
         )
     if getattr(model, "_comm_hooks", None):
         raise AttachError(
