@@ -64,6 +64,7 @@ def attach(
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
 ) -> "Link | ShardLink":
     """Make a DDP model exchange compressed gradients from its next backward pass on.
@@ -73,7 +74,7 @@ def attach(
 
     Args:
         model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
-            compressed, without `optimizer`, `scaler`, `start_after` and `loggers`.
+            compressed, without `optimizer`, `scaler`, `start_after`, `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
             None leaves the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then int4").
@@ -117,7 +118,13 @@ def attach(
     if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
         from thinwire.integrations.fsdp import make_shard_link
 
-        given = {"optimizer": optimizer, "scaler": scaler, "start_after": start_after, "loggers": loggers}
+        given = {
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "start_after": start_after,
+            "check_replicas_every": check_replicas_every,
+            "loggers": loggers,
+        }
         if wrong := [name for name, value in given.items() if value]:
             raise AttachError(f"{', '.join(wrong)}: not supported with fully_shard; expected attach without")
         return make_shard_link(
