@@ -74,7 +74,7 @@ def make_link(
         # Ranks that differ in these would issue other collectives, or keep other residuals.
         settings = [
             f"start_after={start_after}",
-            f"scaler={'none' if scaler is None else 'given'}",
+            f"scaler={'none' if scaler is None else f'of scale {scaler.get_scale():g}'}",
             f"on_nonfinite={on_nonfinite!r}",
         ]
         phases = agree(build, driver.control, settings)

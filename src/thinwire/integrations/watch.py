@@ -35,8 +35,8 @@ class Watch:
                 raise AttachError(
                     f"{name!r} requires a gradient now, but was frozen when DistributedDataParallel was made, which "
                     "exchanges the parameters of that time only: ranks would drift apart. Thaw first, then wrap the "
-                    "module anew and attach; 'Change what is trained or sent' in the documentation says how to keep what "
-                    "is owed"
+                    "module anew and attach; 'Change what is trained or sent' in the documentation says how to keep "
+                    "what is owed"
                 )
         model = self._model()
         if self._speaks and model is not None and not model.require_backward_grad_sync:
