@@ -74,8 +74,9 @@ def test_recipe_page_lists_every_kind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_example_script_learns_the_digits(tmp_path: Path) -> None:
-    output = torchrun(ROOT / "examples/train_ddp.py", "int4", folder=tmp_path)
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_example_script_learns_the_digits(script: str, tmp_path: Path) -> None:
+    output = torchrun(ROOT / "examples" / script, "int4", folder=tmp_path)
     accuracy = re.search(r"int4: accuracy ([\d.]+)", output)
     assert accuracy is not None, output
     assert float(accuracy[1]) > 0.9  # chance is 0.1

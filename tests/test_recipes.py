@@ -24,6 +24,7 @@ from thinwire import (
     NaturalCompression,
     NaturalDithering,
     OneBit,
+    PowerSGD,
     RandomK,
     Scaled,
     Sign,
@@ -143,6 +144,9 @@ KNOWN: dict[str, Aggregator] = {
     "topkc:0.1:chunk=128:fp32@dgc": SumOnWire(
         up=TopKC(density=0.1, chunk=128, value_dtype=torch.float32), feedback=MomentumCorrection()
     ),
+    "powersgd:4": PowerSGD(rank=4),
+    "powersgd:1:alternating:aggregated": PowerSGD(rank=1, alternating=True, error="aggregated"),
+    "powersgd:2@ef:decay=0.9": PowerSGD(rank=2, feedback=ErrorFeedback(decay=0.9)),
     "sum/randomk:0.01": SumOnWire(up=RandomK(density=0.01), feedback=ErrorFeedback()),
     "sum/randomk:0.1:scaled": SumOnWire(up=RandomK(density=0.1, scaled=True, value_dtype=torch.float32)),
 }
@@ -161,6 +165,11 @@ def test_owners_encode_alone(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("powersgd", "expected a rank, as in 'powersgd:4'"),
+        ("powersgd:0", "expected a rank of at least 1, got 0"),
+        ("powersgd:2@dgc", "expected ErrorFeedback as feedback, got MomentumCorrection"),
+        ("powersgd:2+int8", "only the two-shot exchange has two"),
+        ("sum/powersgd:2", "expected one of"),
         ("sum/int8", "cannot be added up on the wire; expected a linear kind"),
         ("sum/global:8:halving", "cannot be added up on the wire"),
         ("sign@ef", "a majority vote takes no feedback, got ErrorFeedback"),

@@ -211,8 +211,8 @@ def lacking(saved: dict, kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.update(format=3), "format 2, got 3"),
-        (lambda s: without(s, "format"), "format 2, got None"),
+        (lambda s: s.update(format=2), "format 3, got 2"),
+        (lambda s: without(s, "format"), "format 3, got None"),
         (lambda s: s.update(rank=1), "saved with rank 1, this run has 0.*reshard_state"),
         (lambda s: s.update(world_size=3), "saved with world_size 3, this run has 2.*reshard_state"),
         (lambda s: s.update(partition_numel=64), "saved with partition_numel 64, this run has 100"),

@@ -4,6 +4,7 @@ from thinwire import hooks as hooks
 from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
+from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
@@ -38,6 +39,7 @@ from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
+from thinwire.ladder import selfcheck as selfcheck
 from thinwire.plan import ParamInfo as ParamInfo
 from thinwire.plan import Patterns as Patterns
 from thinwire.plan import Plan as Plan

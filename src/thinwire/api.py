@@ -2,18 +2,39 @@
 
 import datetime
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import nn
 
+from thinwire.errors import AttachError
 from thinwire.integrations.accumulate import accumulate as accumulate
 from thinwire.integrations.ddp import Recipe, make_link
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.plan import PlanOptions
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
+    from thinwire.integrations.fsdp import ShardLink
+    from thinwire.integrations.fsdp_plan import Recipe as ShardRecipe
+
+
+@overload
+def attach(
+    model: "FSDPModule",
+    recipe: "ShardRecipe",
+    *,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> "ShardLink": ...
+
+
+@overload
 def attach(
     model: nn.Module,
     recipe: Recipe,
@@ -26,15 +47,34 @@ def attach(
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
-) -> Link:
+) -> Link: ...
+
+
+def attach(
+    model: "nn.Module | FSDPModule",
+    recipe: "Recipe | ShardRecipe",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Scaler | None = None,
+    start_after: int = 0,
+    options: PlanOptions | None = None,
+    on_nonfinite: Literal["raise", "warn"] = "raise",
+    threads: int = 1,
+    workers: int | None = None,
+    timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
+    loggers: Sequence[Logger] = (),
+) -> "Link | ShardLink":
     """Make a DDP model exchange compressed gradients from its next backward pass on.
 
     Call once, on every rank, after wrapping the model. Gradients that `backward` leaves in `param.grad` are then the
     mean over ranks as the recipe delivers it, equal on all ranks to the bit.
 
     Args:
-        model: a `DistributedDataParallel` model on the CPU.
+        model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
+            compressed, without `optimizer`, `scaler`, `start_after`, `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
             None leaves the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then int4").
@@ -49,10 +89,14 @@ def attach(
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
             most 4.
         timeout: of each collective; torch's default for gloo if None.
+        check_replicas_every: steps between checks that all ranks hold the same parameters, to the bit, frozen ones too;
+            0 never checks. A check hashes all parameters before the first bucket of a backward pass and gathers 64
+            bytes a rank; other steps cost nothing. Buffers are not compared: DDP lets those of BatchNorm differ.
         loggers: objects with `write(step, values)`, called on rank 0; see `LogLine`, `CSV`, `TensorBoard`.
 
     Returns:
-        A `Link`: `plan` (printable), `stats()`, `state_dict()`, `load_state_dict()`.
+        A `Link`, or a `ShardLink` for a sharded model: `plan` (printable), `stats()`, `state_dict()`,
+        `load_state_dict()`.
 
     Raises:
         AttachError: no process group, another kind of model, a model that has a hook, an optimizer that would apply
@@ -61,6 +105,8 @@ def attach(
         PlanError: a pattern that matches nothing, phases that do not go together, or ranks whose plans differ; the
             first difference is named. All ranks raise.
 
+        Later, `backward` raises on all ranks: `ReplicaError`, if a check finds parameters that differ.
+
     Example:
         ```python
         model = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -68,9 +114,32 @@ def attach(
         print(link.plan)
         ```
     """
+    # A model cannot be sharded unless torch.distributed.fsdp is imported, which takes a while: not before.
+    if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
+        from thinwire.integrations.fsdp import make_shard_link
+
+        given = {
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "start_after": start_after,
+            "check_replicas_every": check_replicas_every,
+            "loggers": loggers,
+        }
+        if wrong := [name for name, value in given.items() if value]:
+            raise AttachError(f"{', '.join(wrong)}: not supported with fully_shard; expected attach without")
+        return make_shard_link(
+            model,  # type: ignore[arg-type]
+            recipe,  # type: ignore[arg-type]
+            options=options,
+            on_nonfinite=on_nonfinite,
+            threads=threads,
+            workers=workers,
+            timeout=timeout,
+        )
+    assert isinstance(model, nn.Module)
     link = make_link(
         model,
-        recipe,
+        recipe,  # type: ignore[arg-type]
         optimizer=optimizer,
         scaler=scaler,
         start_after=start_after,
@@ -79,6 +148,7 @@ def attach(
         threads=threads,
         workers=workers,
         timeout=timeout,
+        check_replicas_every=check_replicas_every,
         loggers=loggers,
     )
     model.register_comm_hook(None, link.hook)  # type: ignore[operator]  # make_link has checked that it is DDP

@@ -53,6 +53,8 @@ WHEN = {
     "topk:0.01~int8": "topk with a byte a value; topk:0.01:natural has coarser ones",
     "scaled:linear:3": "unbiased kinds of few bits under feedback",
     "lowrank:4": "matrices whose gradients have few directions; costs matrix products",
+    "powersgd:4": "as lowrank, from where the last step left: the better for it; two all-reduces of thin factors",
+    "powersgd:4:alternating": "half the bytes and rounds of powersgd:4, a step later",
     "global:8": "all-reduces that add bytes: one message for all ranks, few levels for many",
     "global:8:halving": "all levels, in a tree of pairwise means",
     "globalexp": "partitions of very different scales, in a tree; noisy whatever the number of ranks",

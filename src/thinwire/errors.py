@@ -37,6 +37,10 @@ class LossScaleError(ThinwireError, RuntimeError):
     """The GradScalers of ranks have different scales, so that their gradients are in different units."""
 
 
+class ReplicaError(ThinwireError, RuntimeError):
+    """Ranks that hold different parameters. The message names them and the first parameter."""
+
+
 class StateError(ThinwireError, ValueError):
     """Saved state that does not fit this model, plan or world size."""
 

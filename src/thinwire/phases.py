@@ -38,10 +38,16 @@ class Phases:
     def kept(self) -> Plan:
         """The last plan, with all that must be kept of every parameter in any phase."""
         slots: dict[str, frozenset[Slot]] = {}
+        numel: dict[str, int] = {}  # of factors: one of a lower rank is the first part of one of a higher
         for _, plan in self.plans:
             for param in plan.params:
-                slots[param.info.name] = slots.get(param.info.name, frozenset()) | param.slots
-        params = (dataclasses.replace(param, slots=slots[param.info.name]) for param in self.final.params)
+                name = param.info.name
+                slots[name] = slots.get(name, frozenset()) | param.slots
+                numel[name] = max(numel.get(name, 0), param.factor_numel)
+        params = (
+            dataclasses.replace(param, slots=slots[param.info.name], factor_numel=numel[param.info.name])
+            for param in self.final.params
+        )
         return dataclasses.replace(self.final, params=tuple(params))
 
     def lines(self) -> list[str]:

@@ -1,5 +1,6 @@
 """The plan: a policy resolved once against a model. Printable; its digest is compared across ranks."""
 
+import dataclasses
 import difflib
 import fnmatch
 import hashlib
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, TwoShot
+from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, PowerSGD, TwoShot
 from thinwire.comm.rounds import Round
 from thinwire.compressors import Compressor
 from thinwire.errors import PlanError
@@ -86,6 +87,7 @@ class PlannedParam:
         reason: why it travels dense, "" where it is compressed.
         partitions: its slices.
         slots: what is kept of it between steps.
+        factor_numel: how many numbers `Slot.FACTOR` holds, if it is among them.
     """
 
     info: ParamInfo
@@ -93,6 +95,11 @@ class PlannedParam:
     reason: str
     partitions: tuple[Partition, ...]
     slots: frozenset[Slot] = frozenset()
+    factor_numel: int = 0
+
+    def slot_numel(self, slot: Slot) -> int:
+        """Return how many numbers a slot that is kept whole holds."""
+        return self.factor_numel if slot is Slot.FACTOR else self.info.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,7 @@ class Plan:
     def _is_full(self, pending: Sequence[Partition]) -> bool:
         """Whether a message should be closed: a collective costs processor time even where its bytes cost nothing."""
         raw = sum(partition.spec.raw_nbytes for partition in pending)
-        sent = sum(partition.aggregator.up.nbytes(partition.spec) for partition in pending)
+        sent = sum(partition.aggregator.sent_once_nbytes(partition.spec) for partition in pending)
         return raw >= self.options.message_nbytes and 16 * sent >= self.options.message_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
@@ -165,7 +172,7 @@ class Plan:
         total = 0
         for param in self.params:
             owned = sum(p.numel for p in param.partitions if p.owner == rank)
-            total += sum(4 * (owned if slot.owned else param.info.numel) for slot in param.slots)
+            total += sum(4 * (owned if slot.owned else param.slot_numel(slot)) for slot in param.slots)
         return total
 
     @property
@@ -197,7 +204,7 @@ class Plan:
         rows = [("parameter", "shape", "recipe", "partitions", "raw", "sent once", "why dense")]
         for param in self.params:
             if param.info.dtype in COMPRESSIBLE_DTYPES:
-                wire = sum(p.aggregator.up.nbytes(p.spec) for p in param.partitions)
+                wire = sum(p.aggregator.sent_once_nbytes(p.spec) for p in param.partitions)
             else:
                 wire = param.info.nbytes
             recipe = "dense" if param.reason else param.aggregator.recipe()
@@ -297,6 +304,7 @@ def build_plan(
         and len(settings) <= 1
         and all(isinstance(aggregator, Dense) for aggregator in settings)
     )
+    carrier = next((a for a in settings if isinstance(a, PowerSGD)), None)
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
@@ -305,7 +313,8 @@ def build_plan(
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
-            aggregator = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
+            owned = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
+            aggregator = owned if carrier is None or momentum is not None else dataclasses.replace(carrier, rank=None)
         aggregator = aggregator.for_world(world_size)
         if momentum is not None and aggregator.feedback != momentum:
             got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
@@ -313,9 +322,16 @@ def build_plan(
                 f"{info.name}: expected {momentum} as for other parameters and phases, since the optimizer must have "
                 f"no momentum, got {got}; write '@dgc' after every recipe but dense"
             )
-        partitions = _cut(info, memory_shape(tensors[info.name]), aggregator, options, owners, info.name in whole)
+        shape = memory_shape(tensors[info.name])
         params.append(
-            PlannedParam(info=info, aggregator=aggregator, reason=reason, partitions=partitions, slots=aggregator.slots)
+            PlannedParam(
+                info=info,
+                aggregator=aggregator,
+                reason=reason,
+                partitions=_cut(info, shape, aggregator, options, owners, info.name in whole),
+                slots=aggregator.slots,
+                factor_numel=aggregator.factor_numel(shape),
+            )
         )
     return Plan(tuple(reversed(params)), world_size, options)
 

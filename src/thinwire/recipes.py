@@ -14,6 +14,7 @@ Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:
 wire, `globalexp` and `global:8:halving` reduced in a tree, and `sign` is a majority vote.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from thinwire.aggregators import Aggregator, Dense, Gather, SumOnWire, TreeReduce, TwoShot
+from thinwire.aggregators import Aggregator, Dense, Gather, PowerSGD, SumOnWire, TreeReduce, TwoShot
 from thinwire.aggregators import default_feedback as default_feedback
 from thinwire.compressors import (
     BlockCast,
@@ -151,6 +152,17 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     ),
 }
 
+_POWER_SGD: _Kind[Aggregator] = _Kind(
+    PowerSGD,
+    {
+        "alternating": ("alternating", True),
+        "local": ("error", "local"),
+        "aggregated": ("error", "aggregated"),
+    },
+    {},
+    ("rank", int, "powersgd:4"),
+)
+
 _FEEDBACK: dict[str, _Kind[Feedback]] = {
     "ef": _Kind(ErrorFeedback, {"lr": ("lr_correction", True)}, {"decay": float}),
     "dgc": _Kind(
@@ -169,7 +181,7 @@ AGGREGATORS = ("", "gather", "sum")  # what may stand before the slash; with not
 
 def recipe_names() -> list[str]:
     """Return every kind a recipe may name."""
-    return ["dense", *_KINDS]
+    return ["dense", *_KINDS, "powersgd"]
 
 
 def example_recipe(kind: str) -> str:
@@ -178,7 +190,7 @@ def example_recipe(kind: str) -> str:
     >>> example_recipe("linear"), example_recipe("int8")
     ('linear:5', 'int8')
     """
-    first = _KINDS[kind].first if kind in _KINDS else None
+    first = _POWER_SGD.first if kind == "powersgd" else _KINDS[kind].first if kind in _KINDS else None
     return kind if first is None else first[2]
 
 
@@ -201,7 +213,7 @@ def parse_recipe(text: str) -> Aggregator:
     try:
         if aggregator not in AGGREGATORS or (slash and not aggregator):
             raise RecipeError(f"expected the aggregator {_alternatives(AGGREGATORS[1:])} or none, got {aggregator!r}")
-        if plus and (aggregator or "dense" in (kind, second.partition(":")[0])):
+        if plus and (aggregator or {"dense", "powersgd"} & {kind, second.partition(":")[0]}):
             raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")
         if kind == "dense" and not aggregator:
             if at:
@@ -212,6 +224,9 @@ def parse_recipe(text: str) -> Aggregator:
             if len(arguments) > 1:
                 raise RecipeError(f"expected no further argument, got {':'.join(arguments[1:])!r}")
             return Dense(wire_dtype=dtypes[arguments[0]] if arguments else None)
+        if kind == "powersgd" and not aggregator:
+            settings = _POWER_SGD(arguments)
+            return dataclasses.replace(settings, feedback=_feedback(wanted)) if at else settings  # type: ignore[type-var]
         up = _compressor(first, _KINDS if aggregator or plus else recipe_names())
         down = _compressor(second, _KINDS) if plus else up
         votes = isinstance(up, Sign) and not plus

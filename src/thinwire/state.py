@@ -17,7 +17,7 @@ from thinwire.feedback import Slot
 from thinwire.plan import Plan
 from thinwire.spec import fills_memory
 
-FORMAT = 2
+FORMAT = 3
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
 
 
@@ -44,7 +44,7 @@ class State:
         for param in plan.params:
             for slot in param.slots:
                 if not slot.owned:
-                    self.whole[slot][param.info.name] = torch.zeros(param.info.numel, dtype=torch.float32)
+                    self.whole[slot][param.info.name] = torch.zeros(param.slot_numel(slot), dtype=torch.float32)
                     continue
                 for partition in param.partitions:
                     if partition.owner == rank:
@@ -76,7 +76,9 @@ class State:
         """Return a block with the slices of `slots` that belong to it."""
         place, kept = (partition.name, partition.offset), dict[Slot, Tensor]()
         for slot in slots:
-            if not slot.owned:
+            if slot is Slot.FACTOR:
+                kept[slot] = self.whole[slot][partition.name]
+            elif not slot.owned:
                 kept[slot] = self.whole[slot][partition.name][partition.offset : partition.offset + partition.numel]
             elif place in self.owned[slot]:
                 kept[slot] = self.owned[slot][place]
@@ -87,7 +89,7 @@ class State:
         """Bring all into the units of a new loss scale but `fresh`, slots and parameters that are in them already."""
         for slot, whole in self.whole.items():
             for name, tensor in whole.items():
-                if (slot, name) not in fresh:
+                if (slot, name) not in fresh and slot is not Slot.FACTOR:
                     tensor.mul_(ratio)
         for slot, owned in self.owned.items():
             for (name, _), tensor in owned.items():
@@ -107,8 +109,8 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """Return plain tensors and numbers (`torch.load(..., weights_only=True)` reads them). Save one per rank.
 
-        Every slot maps parameter names to float32 tensors of the parameter's shape; those that owners keep are zero
-        wherever another rank owns. All are in units of `loss_scale` times the gradient.
+        Every slot maps parameter names to float32 tensors of the parameter's shape ("factor": flat); those that owners
+        keep are zero wherever another rank owns. All but "factor" are in units of `loss_scale` times the gradient.
         """
         return {
             "format": FORMAT,
@@ -119,7 +121,7 @@ class State:
             "step": self.step,
             "loss_scale": self.loss_scale,
             "learning_rates": dict(self.learning_rates),
-            **{str(slot): _cloned(self._as_parameters(self._gathered(slot))) for slot in Slot},
+            **{str(slot): _cloned(self._as_parameters(slot, self._gathered(slot))) for slot in Slot},
         }
 
     def _gathered(self, slot: Slot) -> Mapping[str, Tensor]:
@@ -135,7 +137,9 @@ class State:
             gathered[name][offset : offset + tensor.numel()] = tensor
         return gathered
 
-    def _as_parameters(self, flat: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    def _as_parameters(self, slot: Slot, flat: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        if slot is Slot.FACTOR:
+            return flat.items()
         return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +174,7 @@ class State:
         for slot in Slot:
             self._check(slot, state[slot])
         for slot, whole in self.whole.items():
-            for name, logical in self._as_parameters(whole):
+            for name, logical in self._as_parameters(slot, whole):
                 logical.copy_(state[slot][name])
         for slot, owned in self.owned.items():
             for name in {name for name, _ in owned}:
@@ -197,11 +201,9 @@ class State:
                 "recipe that has it, as 'int8@ef' after 'int4'"
             )
         for name in names:
-            if tuple(saved[name].shape) != tuple(self._params[name].shape):
-                raise StateError(
-                    f"{name}: expected its {what} of shape {tuple(self._params[name].shape)}, got "
-                    f"{tuple(saved[name].shape)}"
-                )
+            expected = tuple((self.whole[slot][name] if slot is Slot.FACTOR else self._params[name]).shape)
+            if tuple(saved[name].shape) != expected:
+                raise StateError(f"{name}: expected its {what} of shape {expected}, got {tuple(saved[name].shape)}")
 
 
 def reshard_state(
@@ -263,7 +265,7 @@ def _merged(slot: Slot, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor
     merged: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for state in states for name in state[slot]):
         tensors = [state[slot][name] for state in states if name in state[slot]]
-        if slot is Slot.DELIVERED:
+        if slot.common:
             merged[name] = tensors[0]
         else:
             merged[name] = torch.stack(tensors).sum(dim=0) if slot.owned else torch.stack(tensors).mean(dim=0)

@@ -25,6 +25,7 @@ from thinwire import (
     LowRank,
     MomentumCorrection,
     OneBit,
+    PowerSGD,
     RandomK,
     Sign,
     SumOnWire,
@@ -111,6 +112,10 @@ TABLE: list[Aggregator] = [
     TreeReduce(up=GlobalLinear(bits=4, halving=True, norm="l2")),
     TreeReduce(up=GlobalExponential()),
     TreeReduce(up=GlobalExponential(across="l2")),
+    PowerSGD(rank=2),
+    PowerSGD(rank=1, alternating=True),
+    PowerSGD(rank=3, error="aggregated"),
+    PowerSGD(rank=2, feedback=ErrorFeedback(decay=1.0, lr_correction=True)),
 ]
 WITH_FEEDBACK = [a for a in TABLE if a.feedback is not None]
 
@@ -587,7 +592,11 @@ def test_schedule_for_4096_ranks_is_arithmetic(aggregator: Aggregator) -> None:
         numel = num_flags(1024, op) + 4096 * aggregator.up.num_statistics(partitions[0].spec)
         assert rounds[0] == AllReduce(numel, torch.float32, 4096, op)
         rounds = rounds[1:]
-    if isinstance(aggregator, TwoShot):
+    if isinstance(aggregator, PowerSGD):  # 65,536 values are a matrix of one row, whose rank is 1
+        flags, factors = num_flags(1024, "sum"), [4096, 4096 * 65536]
+        numel = [flags + factors[1]] if aggregator.alternating else [flags + factors[0], factors[1]]
+        assert rounds == tuple(AllReduce(n, torch.float32, 4096) for n in numel)
+    elif isinstance(aggregator, TwoShot):
         assert rounds == (AllToAll((header + up,) * 4096), AllGather((header + down,) * 4096))
     elif isinstance(aggregator, Gather):
         assert rounds == (AllGather((header + 4096 * up,) * 4096),)

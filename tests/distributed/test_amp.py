@@ -67,6 +67,7 @@ def _differing(rank, world_size, recipe):
         "global:8",
         "globalexp",
         "terngrad:shared+terngrad",
+        "powersgd:2",
         "int8",
     ],
 )

@@ -20,7 +20,14 @@ EXACT = [  # whole numbers, bytes and bits: the order of a sum does not show
     "gather/terngrad:shared",
     "terngrad:shared:block=64+terngrad",
 ]
-ROUNDED = ["sum/randomk:0.25", "sum/randomk:0.25:scaled", "topkc:0.3:chunk=8", "topkc:0.3:chunk=8:fp32@dgc"]
+ROUNDED = [
+    "powersgd:2",
+    "powersgd:2:alternating",
+    "sum/randomk:0.25",
+    "sum/randomk:0.25:scaled",
+    "topkc:0.3:chunk=8",
+    "topkc:0.3:chunk=8:fp32@dgc",
+]
 
 
 def _against_lock_step(rank, world_size, recipe):

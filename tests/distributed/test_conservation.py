@@ -11,7 +11,17 @@ from training import ALL, Ledger, Tower, attached, batch, digest, gradients, los
 
 from thinwire.errors import StateError
 
-WITH_FEEDBACK = ["int4", "topk:0.01", "topk:0.05:fp32", "onebit", "gather/onebit", "gather/topk:0.05", "lowrank:2"]
+WITH_FEEDBACK = [
+    "int4",
+    "topk:0.01",
+    "topk:0.05:fp32",
+    "onebit",
+    "gather/onebit",
+    "gather/topk:0.05",
+    "lowrank:2",
+    "powersgd:2",
+    "sum/randomk:0.25:fp32",
+]
 TOLERANCE = 2e-6  # of the largest gradient: float32 sums over a few steps
 
 

@@ -57,7 +57,10 @@ def _skips(rank, world_size, recipe, value):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
-@pytest.mark.parametrize("recipe", ["int8:stochastic", "int4", "topk:0.05", "onebit", "gather/onebit", "fp16"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["int8:stochastic", "int4", "topk:0.05", "onebit", "gather/onebit", "fp16", "powersgd:2", "global:8", "globalexp"],
+)
 def test_a_bad_step_reaches_all_ranks_and_leaves_no_trace(ranks, recipe, value):
     results = ranks(2).run(_skips, recipe, value)
     assert results[0] == results[1]
@@ -119,7 +122,9 @@ def _torch_scaler(rank, world_size, recipe):
         return ledger.error(), scales, skipped, link.skipped_steps, digest(model.parameters())
 
 
-@pytest.mark.parametrize("recipe", ["int4", "topk:0.05", "onebit", "gather/onebit"])
+@pytest.mark.parametrize(
+    "recipe", ["int4", "topk:0.05", "onebit", "gather/onebit", "powersgd:2", "topkc:0.3:chunk=8:fp32"]
+)
 def test_grad_scaler_skips_everywhere_alike_and_residuals_follow_its_scale(ranks, recipe):
     results = ranks(2).run(_torch_scaler, recipe)
     for error, scales, skipped, num_skipped, _ in results:
@@ -158,7 +163,7 @@ def _raises(rank, world_size, recipe, bad_rank):
         return str(raised.value), digest(gradients(model)), all(bool(g.isfinite().all()) for g in gradients(model))
 
 
-@pytest.mark.parametrize("recipe", ["int8", "topk:0.05", "gather/onebit"])
+@pytest.mark.parametrize("recipe", ["int8", "topk:0.05", "gather/onebit", "powersgd:2:alternating", "global:8"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_without_a_scaler_all_ranks_raise_and_name_rank_and_parameter(ranks, recipe, bad_rank):
     results = ranks(3).run(_raises, recipe, bad_rank)

@@ -105,7 +105,9 @@ def _owed(state, world_size):
 
 
 @pytest.mark.parametrize("partition_numel", [1024, 300])
-@pytest.mark.parametrize("recipe", ["topk:0.05", "lowrank:2"])
+@pytest.mark.parametrize(
+    "recipe", ["topk:0.05", "lowrank:2", "powersgd:2", "powersgd:1:alternating", "topkc:0.2:chunk=8:fp32"]
+)
 def test_reshard_keeps_what_is_owed(ranks, tmp_path, recipe, partition_numel):
     before = ranks(4).run(_four, recipe, str(tmp_path))
     results = ranks(2).run(_two, recipe, str(tmp_path), partition_numel)

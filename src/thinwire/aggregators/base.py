@@ -44,6 +44,14 @@ class Aggregator(ABC):
     def recipe(self) -> str:
         """Return the recipe as the command line spells it."""
 
+    def sent_once_nbytes(self, spec: BlockSpec) -> int:
+        """Return what a rank sends for a block, if it sent it once."""
+        return self.up.nbytes(spec)
+
+    def factor_numel(self, shape: Sequence[int]) -> int:
+        """Return how many numbers `Slot.FACTOR` holds of a parameter of this shape, in memory order."""
+        return 0
+
     def for_world(self, world_size: int) -> Self:
         """Return the settings for so many ranks. Raises `RecipeError` where there is no room for them."""
         return self

@@ -10,12 +10,11 @@ from torch import Tensor
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, check_votes, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
-from thinwire.aggregators.message import MEAN, Message, Section
+from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.statistic import agree, statistic_round
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity, Sign
 from thinwire.feedback import Feedback
-from thinwire.kernels import active
 from thinwire.random import SHARED_STREAM, Key
 from thinwire.wire import split
 
@@ -124,14 +123,10 @@ class Gather(Aggregator):
         elif not message.nonfinite:
             for source, data in enumerate(sources):
                 message.decode(section, data, accumulate=source > 0)
-            # Equal on all ranks, since all form the same sum: the sum may overflow where no contribution did.
             for block in message.blocks:
                 block.value.div_(world_size)
             message.settle()
-            values = [block.value for block in message.blocks]
-            finite = active().all_finite(values, threads=message.threads)
-            pairs = zip(layout.partitions, finite, strict=True)
-            message.nonfinite = {(MEAN, partition.name) for partition, ok in pairs if not ok}
+            message.note_nonfinite_means()
         message.buffers.give(gathered)
         message.finish()
 

@@ -1,7 +1,8 @@
 """A message at work: its blocks on one rank, encoded, decoded, and put back where a step must not count."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Generator, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +16,7 @@ from thinwire.aggregators.undo import Undo
 from thinwire.comm.rounds import AllReduce
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback, Memory, Slot
-from thinwire.kernels import DecodeBatch, EncodeBatch
+from thinwire.kernels import DecodeBatch, EncodeBatch, active
 from thinwire.random import OWNER_STREAM, SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
 
@@ -192,6 +193,26 @@ class Message:
 
     def _residual_scales(self, group: _Group) -> list[float]:
         return [self.blocks[place].residual_scale for place in group.places]
+
+    @contextlib.contextmanager
+    def timed_encode(self) -> Generator[None]:
+        """Count what an aggregator does by itself as encoding."""
+        started = time.perf_counter()
+        yield
+        self.encode_s += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def timed_decode(self) -> Generator[None]:
+        """Count it as decoding."""
+        started = time.perf_counter()
+        yield
+        self.decode_s += time.perf_counter() - started
+
+    def note_nonfinite_means(self) -> None:
+        """Note means that are not finite, where all ranks hold the same sums: they may overflow where no rank did."""
+        finite = active().all_finite([block.value for block in self.blocks], threads=self.threads)
+        pairs = zip(self.layout.partitions, finite, strict=True)
+        self.nonfinite |= {(MEAN, partition.name) for partition, ok in pairs if not ok}
 
     def hold(self, section: Section) -> _Encode:
         """Copy what is kept of blocks; of those that are not encoded in this step, so that `finish` finds them too."""

@@ -9,13 +9,12 @@ import torch
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, feedback_suffix
 from thinwire.aggregators.header import num_flags
-from thinwire.aggregators.message import MEAN, Message, Section
+from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.statistic import agree, statistic_round
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity
 from thinwire.errors import RecipeError
 from thinwire.feedback import Feedback
-from thinwire.kernels import active
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +127,6 @@ class SumOnWire(Aggregator):
             for block in message.blocks:
                 block.value.div_(layout.world_size)
             message.settle()
-            finite = active().all_finite([block.value for block in message.blocks], threads=message.threads)
-            pairs = zip(layout.partitions, finite, strict=True)
-            message.nonfinite |= {(MEAN, partition.name) for partition, ok in pairs if not ok}
+            message.note_nonfinite_means()
         message.buffers.give(data)
         message.finish()

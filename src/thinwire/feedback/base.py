@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 class Slot(enum.StrEnum):
-    """What is kept of a parameter between steps; float32, in units of the loss scale times the gradient.
+    """What is kept of a parameter between steps; float32, all but `FACTOR` in units of loss scale times gradient.
 
-    All but the owners' are kept whole by every rank, and only `DELIVERED` is the same on all of them.
+    All but the owners' are kept whole by every rank. `DELIVERED` and `FACTOR` are the same on all of them.
     """
 
     WORKER = "worker"  # what this rank has not sent yet
     MOMENTUM = "momentum"  # u of MomentumCorrection
     ESTIMATE = "estimate"  # g_i of EF21, what this rank's contribution is taken to be
     DELIVERED = "delivered"  # G of EF21, what was delivered last
+    FACTOR = "factor"  # of PowerSGD: the factor that the next step begins with, column after column
     OWNER = "owner"  # what an owner has not sent back yet
     MEAN = "mean"  # of EF21, at an owner: the mean of all ranks' estimates
 
@@ -28,6 +29,11 @@ class Slot(enum.StrEnum):
     def owned(self) -> bool:
         """Whether it is kept by owners, for what they own."""
         return self in (Slot.OWNER, Slot.MEAN)
+
+    @property
+    def common(self) -> bool:
+        """Whether all ranks keep the same."""
+        return self in (Slot.DELIVERED, Slot.FACTOR)
 
 
 def residual_slots(*, exact_up: bool, exact_down: bool) -> frozenset[Slot]:

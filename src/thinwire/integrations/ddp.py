@@ -16,6 +16,7 @@ from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
+from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan, PlanOptions
@@ -39,6 +40,7 @@ def make_link(
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
+    check_replicas_every: int = 0,
     loggers: Sequence[Logger] = (),
 ) -> Link:
     """Plan a DDP model on all ranks and make its link; the hook is not registered yet. Collective.
@@ -57,6 +59,8 @@ def make_link(
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
+        if check_replicas_every < 0:
+            raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
         phases = build_phases(_trained(model), recipe, world_size, options, start_after=start_after)
@@ -76,6 +80,7 @@ def make_link(
             f"start_after={start_after}",
             f"scaler={'none' if scaler is None else f'of scale {scaler.get_scale():g}'}",
             f"on_nonfinite={on_nonfinite!r}",
+            f"check_replicas_every={check_replicas_every}",
         ]
         phases = agree(build, driver.control, settings)
     except BaseException:
@@ -92,6 +97,8 @@ def make_link(
         on_nonfinite=on_nonfinite,
         track_unused=bool(model.find_unused_parameters or model.static_graph),
         threads=threads,
+        replicas=ReplicaCheck(dict(_kept_equal(model)), driver.control),
+        check_replicas_every=check_replicas_every,
         loggers=loggers,
         watch=Watch(model, _frozen(model), speaks=rank == 0),
     )
@@ -107,9 +114,14 @@ def make_link(
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters that DDP reduces, under their names inside the wrapped module."""
+    return [(name, param) for name, param in _kept_equal(model) if param.requires_grad]
+
+
+def _kept_equal(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters that DDP keeps equal on all ranks: all that it was not told to ignore."""
     assert isinstance(model, DistributedDataParallel)
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    return [(n, p) for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored]
+    return [(name, param) for name, param in model.module.named_parameters() if name not in ignored]
 
 
 def _frozen(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -122,7 +134,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(
             f"expected a model wrapped in DistributedDataParallel, got {type(model).__name__}: attach after "
-            "model = DistributedDataParallel(model)"
+            "model = DistributedDataParallel(model), or after fully_shard(model), on the outermost module too"
         )
     if getattr(model, "_comm_hooks", None):
         raise AttachError(

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
-from thinwire.errors import LossScaleError, NonFiniteError, PlanError, StateError
+from thinwire.errors import LossScaleError, NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
+from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.stats import StepStats, Totals
 from thinwire.integrations.watch import Watch
 from thinwire.kernels.reference_steps import tree_sum
@@ -107,6 +108,8 @@ class Link:
         on_nonfinite: Literal["raise", "warn"] = "raise",
         track_unused: bool = False,
         threads: int = 1,
+        replicas: ReplicaCheck | None = None,
+        check_replicas_every: int = 0,
         loggers: Sequence[Logger] = (),
         watch: Watch | None = None,
     ) -> None:
@@ -123,6 +126,7 @@ class Link:
         self._watch = watch
         self._agreed: Plan | None = phases.at(0)  # the plan that all ranks are known to use
         self._threads = threads
+        self._replicas, self._check_replicas_every = replicas, check_replicas_every
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
         self._buffers = BufferPool()
@@ -186,6 +190,14 @@ class Link:
             self._step = None
         self.state.load_state_dict(state)
         self._agreed = None
+
+    def planned_nbytes(self) -> int:
+        """Return the payload bytes that this rank is to send in a step, by arithmetic, with DDP's buckets as they are.
+
+        0 before the first step. `stats()["wire_nbytes"]` is what the driver counted.
+        """
+        layouts = (layout for bucket in self._buckets.values() for layout in bucket.plan.layouts)
+        return sum(round_.sent_nbytes(self.rank) for layout in layouts for round_ in layout.rounds)
 
     def codec_seconds(self) -> float:
         """Return the seconds that one step's encoding and decoding take on this rank alone, measured now.
@@ -287,6 +299,7 @@ class Link:
 
     def _begin_step(self) -> _Step:
         self._flush_loggers()
+        self._check_replicas()
         if self._watch is not None:
             self._watch.begin()
         step = _Step(self.state.step, self._agreed_plan())
@@ -302,6 +315,17 @@ class Link:
             # Runs when the pass has come to its end, before DDP waits for the futures.
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, step))
         return step
+
+    def _check_replicas(self) -> None:
+        """Compare parameters over ranks, every so many steps; counts are equal on all ranks, as steps are committed."""
+        every = self._check_replicas_every
+        if self._replicas is None or not every or self.state.step % every:
+            return
+        try:
+            self._replicas.raise_if_different(self.state.step)
+        except ReplicaError as error:
+            self.error = self.error or error
+            raise
 
     def _agreed_plan(self) -> Plan:
         """Return the plan of this step. Collective where a phase begins, or state has been loaded into one of several.

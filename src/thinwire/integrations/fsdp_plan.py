@@ -1,0 +1,146 @@
+"""A plan for sharded gradients: partitions lie inside one rank's chunk of one parameter, and that rank owns them."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from thinwire.aggregators import Dense, MessageLayout, Partition, ReduceScatter, TwoShot
+from thinwire.compressors import Cast
+from thinwire.errors import PlanError, RecipeError
+from thinwire.feedback import ErrorFeedback
+from thinwire.integrations.fsdp_groups import ShardedParam, ShardGroup
+from thinwire.plan import Patterns, Plan, PlannedParam, PlanOptions, Policy, build_plan
+from thinwire.random import parameter_key
+
+Recipe = str | TwoShot | Dense | dict[str, str] | Patterns | Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Every partition of every gradient, with compressor, feedback, owner and bytes.
+
+    `print(plan)` shows a table; `digest` is equal on two ranks iff they would send the same bytes in the same order.
+
+    Attributes:
+        gradients: the partitions.
+        groups: names of the parameters that FSDP2 reduces together, for the groups in which anything is compressed.
+    """
+
+    gradients: Plan
+    groups: tuple[tuple[str, ...], ...]
+
+    def layouts(self, names: Sequence[str]) -> list[MessageLayout]:
+        """Return the messages of one group."""
+        return self.gradients.messages(names)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes of all gradients, uncompressed."""
+        return self.gradients.raw_nbytes
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Return the payload bytes that `rank` sends in one reduction of all groups that are compressed."""
+        return sum(r.sent_nbytes(rank) for names in self.groups for m in self.layouts(names) for r in m.rounds)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes that FSDP2's reduce-scatters of these groups would send over those of the busiest rank."""
+        world_size, by_name = self.gradients.world_size, self.gradients.by_name
+        raw = sum(by_name[name].info.nbytes for names in self.groups for name in names)
+        busiest = max(self.sent_nbytes(rank) for rank in range(world_size))
+        return (world_size - 1) / world_size * raw / busiest if busiest else 1.0
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Memory of the residuals on every rank: float32, of whole gradients, whatever the number of ranks."""
+        return self.gradients.residual_nbytes(0)
+
+    def lines(self) -> list[str]:
+        """Return all that must agree between ranks, one fact a line."""
+        return [*self.gradients.lines(), *(f"group {', '.join(names)}" for names in self.groups)]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `lines`."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        table = str(self.gradients).rsplit("\n", 1)[0]
+        busiest = max(self.sent_nbytes(rank) for rank in range(self.gradients.world_size))
+        return (
+            f"{table}\n{self.gradients.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {busiest:,} sent per "
+            f"step by the busiest rank in {len(self.groups)} compressed groups: {self.compression_ratio:.1f}x less "
+            f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank"
+        )
+
+
+def build_shard_plan(
+    groups: Sequence[ShardGroup], recipe: Recipe, world_size: int, options: PlanOptions | None
+) -> ShardPlan:
+    """Resolve a recipe against a sharded model.
+
+    Raises:
+        RecipeError: a kind or feedback that has no one-way form.
+        PlanError: as `build_plan`; or two roundings to 16 bits one after the other.
+    """
+    if isinstance(recipe, str) and " then " in recipe:
+        raise RecipeError(f"recipe {recipe!r}: schedules are not supported with FSDP2; expected one recipe")
+    named = [(p.name, torch.empty(p.shape, dtype=g.dtype, device="meta")) for g in groups for p in g.params]
+    whole = build_plan(named, recipe, world_size, options, all_reduce=False)
+    by_name = {param.name: param for group in groups for param in group.params}
+    params = tuple(_sharded(param, by_name[param.info.name], whole) for param in whole.params)
+    plan = Plan(params, world_size, whole.options)
+    names = (tuple(param.name for param in group.params) for group in groups)
+    # A group of which nothing is compressed keeps FSDP2's own reduce-scatter.
+    return ShardPlan(plan, tuple(ns for ns in names if any(not plan.by_name[name].reason for name in ns)))
+
+
+def _sharded(planned: PlannedParam, param: ShardedParam, plan: Plan) -> PlannedParam:
+    settings, info = planned.aggregator, planned.info
+    if isinstance(settings, Dense):  # of a dtype that no compressor takes: so is its whole group
+        return planned
+    if not isinstance(settings, TwoShot):
+        raise RecipeError(
+            f"{info.name}: {settings.recipe()!r} has no reduce-scatter, in which every rank sums what it keeps; "
+            "expected a two-shot kind, as 'int8', 'int4', 'topk:0.01' or 'onebit'"
+        )
+    if settings.down != settings.up:
+        raise RecipeError(
+            f"{info.name}: {settings.recipe()!r}: shards stay where they are summed and nothing is sent back; expected "
+            f"{settings.up.recipe()!r}"
+        )
+    feedback = settings.feedback
+    if settings.up.unit != "slice":
+        raise RecipeError(f"{info.name}: {settings.recipe()!r} must see whole matrices, and FSDP2 cuts them by rows")
+    if feedback is not None and (not isinstance(feedback, ErrorFeedback) or feedback.lr_correction):
+        raise RecipeError(f"{info.name}: expected ErrorFeedback or none with FSDP2, got {feedback.recipe()!r}")
+    if isinstance(settings.up, Cast) and info.dtype.itemsize == 2 and settings.up.dtype != info.dtype:
+        raise PlanError(
+            f"{info.name}: gradients are {info.dtype} already (MixedPrecisionPolicy) and {settings.recipe()!r} would "
+            "round them a second time; expected another recipe, or reduce_dtype=torch.float32"
+        )
+    aggregator = ReduceScatter(up=settings.up, feedback=feedback)
+    partitions = _cut(param, planned, aggregator, plan)
+    return replace(planned, aggregator=aggregator, partitions=partitions, slots=aggregator.slots)
+
+
+def _cut(param: ShardedParam, planned: PlannedParam, settings: ReduceScatter, plan: Plan) -> tuple[Partition, ...]:
+    """Cut every rank's chunk; first pieces first, so that a message holds about as much for every rank."""
+    step = plan.options.partition_numel
+    chunks = [param.chunk(rank, plan.world_size) for rank in range(plan.world_size)]
+    return tuple(
+        Partition(
+            name=param.name,
+            dtype=planned.info.dtype,
+            offset=first + at,
+            numel=min(step, numel - at),
+            owner=rank,
+            aggregator=settings,
+            key=parameter_key(plan.options.seed, param.name),
+        )
+        for at in range(0, max(numel for _, numel in chunks), step)
+        for rank, (first, numel) in enumerate(chunks)
+        if at < numel
+    )

@@ -1,0 +1,197 @@
+"""`thinwire.selfcheck`: every rung holds on a healthy launch, and each is seen to fail where something is wrong."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from thinwire.comm import process_group
+from thinwire.errors import AttachError, RecipeError, ThinwireError
+from thinwire.ladder.climb import LADDER
+from thinwire.ladder.training import Training
+from thinwire.state import State
+
+OPTIONS = thinwire.PlanOptions(min_nbytes=0, partition_numel=1024)
+RECIPES = {  # and what does not apply
+    "int8": {"conservation"},
+    "topk:0.25": set(),
+    "gather/onebit": set(),
+    "sign": {"conservation", "parity"},
+    "topk:0.05@ef21": {"conservation"},
+    "topk:0.25@dgc": {"conservation", "parity"},
+    "topkc:0.25": {"conservation", "resume"},
+    "topkc:0.25:fp32": {"resume"},
+    "dense": {"resume"},
+}
+
+
+def _made():
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Dropout(0.1), nn.Linear(48, 48))
+
+    def loss(model, step, rank):
+        x = torch.randn(8, 48)
+        return (model(x) - x.roll(1, dims=1)).square().mean()
+
+    return model, loss
+
+
+def _checked(rank, world_size, recipe, factory=_made, **kwargs):
+    kwargs = {"options": OPTIONS, "lr": 1.0, "timeout": 20.0, **kwargs}
+    before = torch.random.get_rng_state()
+    report = thinwire.selfcheck(factory, recipe, **kwargs)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    return report
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_healthy_launch(ranks, recipe):
+    # Parity takes most of the time.
+    rungs = [name for name in LADDER if name != "parity" or recipe in ("int8", "topk:0.25", "sign", "topk:0.25@dgc")]
+    world_size = 3 if recipe == "int8" else 2
+    first, *others = ranks(world_size).run(_healthy, recipe, rungs)
+    for rung in first.rungs:
+        assert rung.verdict == ("not applicable" if rung.name in RECIPES[recipe] else "ok"), str(first)
+        assert rung.sentence
+    assert first.ok
+    assert all(other.as_dict()["rungs"][0]["sentence"] == first.rungs[0].sentence for other in others)
+    assert f"{recipe} on {world_size} ranks: " in str(first)
+
+
+def _healthy(rank, world_size, recipe, rungs):
+    return _checked(rank, world_size, recipe, rungs=rungs)
+
+
+def _without_loss(rank, world_size):
+    return _checked(rank, world_size, "topk:0.25", factory=lambda: nn.Conv2d(3, 8, 5))
+
+
+def test_a_model_without_a_loss_is_pulled_to_targets(ranks):
+    for report in ranks(2).run(_without_loss):
+        assert [rung.verdict for rung in report.rungs] == ["ok"] * 6, str(report)
+
+
+# --- defects --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _defect(kind, rank):
+    """Break what one rung looks at, on one rank where that suffices."""
+    step, saved, load, timed = Training.step, State.state_dict, State.load_state_dict, process_group._timed
+
+    def perturbing(self, number):
+        value = step(self, number)
+        if rank == 1 and self.link is not None and number == 2:
+            with torch.no_grad():
+                self.model.module[3].weight.view(torch.int32)[4, 7] ^= 1
+        return value
+
+    def forgetting(self):
+        state = saved(self)
+        if rank == 1:
+            state["worker"]["3.weight"][0, 0] += 1e-3
+        return state
+
+    def miscounting(transfer, group, mesh, own_rank, outcome):
+        timed(transfer, group, mesh, own_rank, outcome)
+        if rank == 1:
+            outcome.sent_nbytes += 8
+
+    def idle(self, number):
+        self.optimizer.param_groups[0]["lr"] *= self.link is None
+        return step(self, number)
+
+    def dropping(self, state):
+        load(self, state)
+        if rank == 1:
+            self.worker["0.weight"].zero_()
+
+    with pytest.MonkeyPatch.context() as patch:
+        match kind:
+            case "dense" | "replicas":
+                patch.setattr(Training, "step", perturbing)
+            case "conservation":
+                patch.setattr(State, "state_dict", forgetting)
+            case "bytes":
+                patch.setattr(process_group, "_timed", miscounting)
+            case "parity":
+                patch.setattr(Training, "step", idle)
+            case "resume":
+                patch.setattr(State, "load_state_dict", dropping)
+        yield
+
+
+def _broken(rank, world_size, kind):
+    with _defect(kind, rank):
+        return _checked(rank, world_size, "topk:0.25", rungs=[kind])
+
+
+DEFECTS = {
+    "dense": ["'dense' differs from DDP: rank 1", "'3.weight'", "first in step 2"],
+    "replicas": ["'3.weight' (rank 0, 2 has one value; rank 1 another)"],
+    "conservation": ["'3.weight': delivered + owed misses"],
+    "bytes": ["rank 1: counted", "where its plan claims"],
+    "parity": ["this recipe learns slower here"],
+    "resume": ["the resumed run goes other ways", "'0.weight'", "first in step 3"],
+}
+
+
+@pytest.mark.parametrize("kind", DEFECTS)
+def test_each_rung_can_fail(ranks, kind):
+    for report in ranks(3).run(_broken, kind):
+        (rung,) = report.rungs
+        assert rung.verdict == "failed", rung.sentence
+        assert not report.ok
+        for words in DEFECTS[kind]:
+            assert words in rung.sentence
+
+
+# --- ranks that raise, and ranks that hang --------------------------------------------------------------------------
+
+
+def _raising(rank, world_size, how):
+    def factory():
+        model, loss = _made()
+
+        def failing(model, step, own_rank):
+            if step == 3 and own_rank == 1:
+                if how == "raise":
+                    raise KeyError("no such batch")
+                time.sleep(6)
+            return loss(model, step, own_rank)
+
+        return model, failing
+
+    started = time.monotonic()
+    report = _checked(rank, world_size, "int8", factory=factory, timeout=2.0)
+    return report, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_a_rank_that_raises_or_hangs_is_a_failed_rung_and_no_hang(ranks, how):
+    for report, seconds in ranks(2).run(_raising, how):
+        assert [rung.verdict for rung in report.rungs] == ["failed"], str(report)
+        assert seconds < 15
+        if how == "raise":
+            assert report.rungs[0].sentence == "rank 1: KeyError: 'no such batch'"
+
+
+def _refused(rank, world_size):
+    for recipe, kwargs, kind, words in [
+        ("int9", {}, RecipeError, "int9"),
+        ("int8", {"steps": 1}, ThinwireError, "at least 2 steps"),
+        ("int8", {"rungs": ["denser"]}, ThinwireError, "denser"),
+    ]:
+        with pytest.raises(kind, match=words):
+            _checked(rank, world_size, recipe, **kwargs)
+    (rung,) = _checked(rank, world_size, "int8", factory=lambda: "a model").rungs
+    return rung.sentence
+
+
+def test_bad_arguments(ranks):
+    for sentence in ranks(2).run(_refused):
+        assert "expected the factory to return an nn.Module" in sentence
+    with pytest.raises(AttachError, match="init_process_group"):
+        thinwire.selfcheck(_made, "int8")
