@@ -33,6 +33,11 @@ class Aggregator(ABC):
     has_owners: ClassVar[bool] = True  # that lose something on the way back; else every rank forms the same mean
 
     @property
+    def cuts_show(self) -> bool:
+        """Whether sums are rounded in the backend's order, so that, with three ranks or more, buckets show."""
+        return False
+
+    @property
     def slots(self) -> frozenset[Slot]:
         """What must be kept of a parameter between steps."""
         if self.feedback is None:

@@ -49,6 +49,11 @@ class Dense(Aggregator):
         """`dense`, `dense:fp16` or `dense:bf16`."""
         return "dense" if self.wire_dtype is None else f"dense:{self.up.recipe()}"
 
+    @property
+    def cuts_show(self) -> bool:
+        """As of DDP's own sums."""
+        return True
+
     def together(self, dtype: torch.dtype) -> Hashable:
         """One all-reduce adds numbers of one dtype."""
         return dtype

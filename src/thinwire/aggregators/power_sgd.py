@@ -87,6 +87,11 @@ class PowerSGD(Aggregator):
         object.__setattr__(self, "up", up)
 
     @property
+    def cuts_show(self) -> bool:
+        """Sums of float32."""
+        return True
+
+    @property
     def slots(self) -> frozenset[Slot]:
         """A residual, and the factor that the next step begins with."""
         return frozenset() if self.rank is None else frozenset({Slot.WORKER, Slot.FACTOR})

@@ -27,7 +27,8 @@ class SumOnWire(Aggregator):
 
     One all-reduce, or two, whatever n; each rank sends 2 (n-1)/n of its bytes. Sums of float32 and 16-bit values are
     rounded in the backend's order, equally on all ranks, as DDP's own are: with three ranks or more they depend on
-    buckets and messages. Sums of whole numbers do not, where their scale is a maximum.
+    buckets and messages. Sums of whole numbers do not, where their scale is a maximum. What 16-bit sums are rounded by
+    is lost, since no residual holds it: ask for float32 values where that counts.
 
     Args:
         up: what ranks send; a linear kind: `RandomK`, `GlobalLinear` without halving, `TopKC`.
@@ -65,6 +66,11 @@ class SumOnWire(Aggregator):
         """The compressor's name, after `sum/` where the kind alone means another exchange."""
         prefix = "" if self.up.statistic_reduction else "sum/"
         return f"{prefix}{self.up.recipe()}{feedback_suffix(self.feedback, self.up)}"
+
+    @property
+    def cuts_show(self) -> bool:
+        """Where values, or the statistics behind their scale, are rounded as they are added up."""
+        return self.up.statistic_reduction == "sum" or self.up.linear != torch.int8
 
     def for_world(self, world_size: int) -> Self:
         """Leave room in codes for the sum."""

@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--recipe", dest="recipes", metavar="RECIPE", type=argument(_recipe), nargs="+", default=["int8"],
+        "--recipe", dest="recipes", metavar="RECIPE", type=argument(_recipe), nargs="+", action="extend",
         help="one or more (default: int8)",
     )  # fmt: skip
     parser.add_argument(
@@ -63,6 +63,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Be one of a launcher's ranks, or start some."""
+    args.recipes = args.recipes or ["int8"]
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if (launched and args.nproc) or args.steps < 2:
         why = "--nproc is for running without a launcher" if args.nproc else "expected --steps of at least 2"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from thinwire.aggregators import Dense, SumOnWire
 from thinwire.comm.process_group import all_gather_text
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.ladder.report import Rung
@@ -52,8 +51,7 @@ def resume(trial: Trial) -> Rung:
             return training.run(range(trial.steps)), training.names
 
     with trial.training(trial.recipe) as training:
-        kinds = {type(param.aggregator) for param in training.attached.plan.params}
-        if kinds & {Dense, SumOnWire}:
+        if any(param.aggregator.cuts_show for param in training.attached.plan.params):
             why = "sums on the wire depend on DDP's buckets, which DDP makes anew after a restart"
             return Rung(name="resume", verdict="not applicable", sentence=why)
         training.run(range(half))
