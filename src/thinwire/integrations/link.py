@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
-from thinwire.comm.process_group import Outcome, OverlappedDriver
-from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
+from thinwire.errors import LossScaleError, NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
@@ -351,6 +351,7 @@ class Link:
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
+        message.loss_scale = step.loss_scale
         for block in message.blocks:
             name, feedback = block.partition.name, block.partition.aggregator.feedback
             if feedback is not None:
@@ -397,7 +398,11 @@ class Link:
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
         nonfinite = sorted({item for message in step.messages for item in message.nonfinite})
-        if step.error is None and nonfinite and self._scaler is not None:
+        if step.error is None and any(message.scales_differ for message in step.messages):
+            for message in step.messages:
+                message.restore()
+            step.error = self._scales_differ(step)
+        elif step.error is None and nonfinite and self._scaler is not None:
             for message in step.messages:
                 message.restore()
             self.skipped_steps += 1
@@ -441,6 +446,20 @@ class Link:
             return error
         logging.getLogger("thinwire").warning("%s", error)
         return None
+
+    def _scales_differ(self, step: _Step) -> Exception:
+        """Ask all ranks for their scales, now that no exchange is under way. Collective: all know of it."""
+        try:
+            scales = [float(text) for text in all_gather_text(repr(step.loss_scale), self._driver.control)]
+        except Exception as error:
+            return error
+        usual = max(scales, key=scales.count)
+        others = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales) if scale != usual)
+        return LossScaleError(
+            f"expected GradScalers of one scale on all ranks, got {usual:g} on most while {others}, in step "
+            f"{step.number}: gradients are in different units; nothing was delivered and residuals kept. Give all "
+            "scalers the same arguments, load the same scaler state everywhere, and call step() and update() alike"
+        )
 
     def _residual_ratio(self, step: _Step) -> float:
         gradient = step.squared_norm / step.loss_scale**2
