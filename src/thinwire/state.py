@@ -257,8 +257,8 @@ def reshard_state(
     The sum is in float64 and in rank order, so that `owed` changes by the rounding of w to float32 alone: not at all
     where the mean is a float32 number, as from one rank, or where the workers hold the same because they were
     re-sharded before; so a chain of world sizes rounds once. Momenta and EF21's estimates go as residuals do, owners'
-    means as o; what is the same on all ranks stays so. How the w_i differ from each other is lost: the new run repeats itself bit
-    for bit, not the run that the old ranks would have gone on with.
+    means as o; what is the same on all ranks stays so. How the w_i differ from each other is lost: the new run repeats
+    itself bit for bit, not the run that the old ranks would have gone on with.
 
     Args:
         states: one `state_dict` per old rank, in any order; what this function returned serves, too.
