@@ -199,6 +199,7 @@ def test_nothing_is_lost(aggregator: Aggregator, world_size: int) -> None:
     assert any(bool(value.any()) for value in owed.values()) == bool(aggregator.feedback)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "aggregator",
     [a for a in TABLE if a.feedback is None and not _is_vote(a) and isinstance(typical_contract(a.up), Unbiased)],
