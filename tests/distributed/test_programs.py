@@ -487,3 +487,98 @@ def test_complex_parameters_and_their_real_view(ranks):
         assert exact
         assert 0 < near < 0.02
         assert has_imaginary_part
+
+
+# --- shapes and strides -----------------------------------------------------------------------------------------------
+
+
+class Strides(nn.Module):
+    """Convolutions of which torch is unsure how they lie in memory, and a transposed matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.point, self.depth = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
+        self.turned = nn.Parameter(torch.randn(24, 8).t())
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, image):
+        x = self.depth(torch.tanh(self.point(image))).mean(dim=(2, 3))
+        return (x @ self.turned).square().sum()
+
+
+def _strides(rank, world_size, recipe, view):
+    model = DDP(seeded(Strides), gradient_as_bucket_view=view)
+    with attached(model, recipe) as link:
+        ledger = Ledger(model, link)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            image = torch.randn(2, 4, 8, 8, generator=generator).to(memory_format=torch.channels_last)
+            ledger.expect(model.module(image))
+            model.zero_grad()
+            model(image).backward()
+            ledger.got()
+        return ledger.error(), digest(gradients(model))
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides")
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("recipe", ["int4", "topk:0.1:fp32", "lowrank:1", "powersgd:1"])
+def test_layouts_of_which_torch_is_unsure(ranks, recipe, view):
+    results = ranks(2).run(_strides, recipe, view)
+    assert max(error for error, _ in results) < 5e-6
+    assert results[0][1] == results[1][1]
+
+
+class Scalar(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return (x.mean() * self.gain).sum()
+
+
+def _scalar(rank, world_size, shape, options):
+    model = DDP(Scalar(shape))
+    with attached(model, "topk:0.5", options=options):
+        model(torch.full((4,), float(rank + 1))).backward()
+    return model.module.gain.grad.tolist()
+
+
+@pytest.mark.parametrize("options", [None, ALL], ids=["thresholds", "all"])
+def test_a_model_of_a_single_number(ranks, options):
+    assert ranks(2).run(_scalar, (), options) == [1.5, 1.5]
+    assert ranks(2).run(_scalar, (1, 1), options) == [[[1.5]], [[1.5]]]
+
+
+class Skips(nn.Module):
+    """A model that uses a layer in its first step only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.first(x) if self.calls > 1 else self.second(self.first(x))
+
+
+def _ddps_own_errors(rank, world_size):
+    said = []
+    for recipe in ("topk:0.1", None):
+        model = DDP(Skips())
+        link = None if recipe is None else thinwire.attach(model, recipe, options=ALL)
+        for step in range(2):
+            model(batch(rank, step, width=8)).square().mean().backward()
+        with pytest.raises(RuntimeError) as raised:
+            model(batch(rank, 2, width=8))
+        said.append(str(raised.value).split("Since")[0].split("(1)")[0])
+        if link is not None:
+            link.close()
+    return said
+
+
+def test_models_that_fail_with_ddp_fail_alike(ranks):
+    for ours, plain in ranks(2).run(_ddps_own_errors):
+        assert ours == plain
+        assert "finished reduction" in ours

@@ -180,6 +180,8 @@ class Link:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`.
 
+        `torch.distributed.checkpoint` keeps one rank's value of equal keys: give it `thinwire.Checkpointable(link)`.
+
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
@@ -191,8 +193,13 @@ class Link:
             ) from self._failed
         return self.state.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
+
+        Args:
+            state: what to take over.
+            strict: whether parameters and feedback must be the same as when it was saved. Else what `state` lacks
+                starts at zero, what is not kept here is dropped, and a warning names both. Alike on all ranks.
 
         Raises:
             StateError: it does not fit; nothing was changed.
@@ -201,7 +208,7 @@ class Link:
             while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
                 time.sleep(0.005)
             self._step = None
-        self.state.load_state_dict(state)
+        self.state.load_state_dict(state, strict=strict)
         self._agreed = None
 
     def planned_nbytes(self) -> int:
