@@ -1,6 +1,7 @@
 """Plans: policies, reasons, owners, messages, arithmetic, agreement."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -82,8 +83,14 @@ def test_the_first_pattern_that_matches_decides() -> None:
         "norm.weight": "topk:0.01",
         "head.weight": "asked for",
     }
-    swapped = {"*": "topk:0.01", "head.*": "dense"}
-    assert recipes(plan(swapped, compress_1d=True, min_nbytes=0))["head.weight"] == "topk:0.01"
+
+
+def test_a_pattern_behind_one_that_takes_all_of_its_own_is_an_error() -> None:
+    with pytest.raises(PlanError, match=r"pattern 'head\.\*' decides nothing.* as '\*'; .* special ones first"):
+        plan({"*": "topk:0.01", "head.*": "dense"})
+    with pytest.raises(PlanError, match=r"'layer\.\*' decides nothing"):
+        plan({"*.weight": "topk:0.01", "*.bias": "int8", "layer.*": "int4"})
+    plan({"layer.weight": "int8", "layer.*": "int4"})  # which leaves it the bias
 
 
 def one_bit() -> TwoShot:
@@ -107,8 +114,16 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_close_names() -> None:
 
 
 def test_bad_recipes_in_patterns_are_recipe_errors() -> None:
-    with pytest.raises(RecipeError, match="'int9'"):
+    with pytest.raises(RecipeError, match=r"pattern '\*': recipe 'int9': expected a kind of compressor"):
         plan({"*": "int9"})
+
+
+@pytest.mark.parametrize("policy", [{"*": "dense until 5 then int8"}, lambda info: "topk:0.01 ramp 10"])
+def test_schedules_in_patterns_and_functions_are_errors_with_a_hint(policy: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=r"expected one recipe, got .*; schedules go around patterns and functions: Sch"
+    ):
+        plan(policy)
 
 
 def test_functions_have_the_last_word() -> None:
@@ -124,9 +139,17 @@ def test_functions_have_the_last_word() -> None:
     assert (seen[1].numel, seen[1].nbytes) == (120_000, 480_000)
 
 
+def test_functions_may_return_recipes() -> None:
+    made = plan(lambda info: "int8" if info.name == "layer.weight" else None)
+    assert made.by_name["layer.weight"].aggregator == parse_recipe("int8")
+    assert recipes(made)["head.weight"] == "policy"
+    with pytest.raises(RecipeError, match=r"policy\('embed.weight'\): recipe 'topk': expected a density"):
+        plan(lambda info: "topk")
+
+
 def test_functions_must_return_settings() -> None:
-    with pytest.raises(PlanError, match=r"policy\('embed.weight'\): expected an Aggregator or None, got 'int8'"):
-        plan(lambda info: "int8")
+    with pytest.raises(PlanError, match=r"policy\('embed.weight'\): expected a recipe, an Aggregator or None, got 8"):
+        plan(lambda info: 8)
 
 
 def test_a_model_without_parameters_is_an_error() -> None:

@@ -99,8 +99,8 @@ def test_texts(text: str, expected) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int9", "recipe 'int9': expected one of"),
-        ("", "recipe '': expected one of"),
+        ("int9", "recipe 'int9': expected a kind of compressor"),
+        ("", "recipe '': expected a kind of compressor"),
         ("dense until 5", "expected 'RECIPE until STEP then RECIPE'.*got 'dense until 5'"),
         ("dense then int8", "got 'dense'"),
         ("dense until 5 int8", "got 'dense until 5 int8'"),

@@ -76,8 +76,9 @@ def attach(
         model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
             compressed, without `optimizer`, `scaler`, `start_after`, `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
-            shell-style patterns on parameter names to either, or a function `ParamInfo -> Aggregator | None`, where
-            None leaves the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then int4").
+            shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
+            either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
+            int4").
         optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it. With
             `MomentumCorrection` it is checked to have no momentum of its own.
         scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
@@ -114,6 +115,7 @@ def attach(
         print(link.plan)
         ```
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps, and calls hooks of what it wraps
     # A model cannot be sharded unless torch.distributed.fsdp is imported, which takes a while: not before.
     if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
         from thinwire.integrations.fsdp import make_shard_link

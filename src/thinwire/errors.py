@@ -41,6 +41,10 @@ class ReplicaError(ThinwireError, RuntimeError):
     """Ranks that hold different parameters. The message names them and the first parameter."""
 
 
+class LostGradientError(ThinwireError, ArithmeticError):
+    """Gradients that are not 0 were delivered as 0 in every element."""
+
+
 class StateError(ThinwireError, ValueError):
     """Saved state that does not fit this model, plan or world size."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, PowerSGD, TwoShot
 from thinwire.comm.rounds import Round
 from thinwire.compressors import Compressor
-from thinwire.errors import PlanError
+from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_recipe
@@ -49,7 +49,7 @@ class ParamInfo:
         return self.numel * self.dtype.itemsize
 
 
-Policy = Callable[[ParamInfo], Aggregator | None]
+Policy = Callable[[ParamInfo], str | Aggregator | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +230,11 @@ class Patterns:
 
     Args:
         recipes: shell-style pattern -> recipe string or `Aggregator`; the first that matches decides. Parameters that
-            match none stay dense. Thresholds of `PlanOptions` apply.
+            match none stay dense, which the plan and the log say. Thresholds of `PlanOptions` apply.
+
+    Raises:
+        RecipeError: an unknown recipe, or a schedule: those go around patterns, not into them.
+        PlanError: something else than a recipe or an `Aggregator`.
 
     Example:
         >>> Patterns({"head.*": "dense", "*": "int8"}).resolve("head.weight").recipe()
@@ -238,21 +242,42 @@ class Patterns:
     """
 
     def __init__(self, recipes: Mapping[str, str | Aggregator]) -> None:
-        self._rules = [
-            (pattern, parse_recipe(recipe) if isinstance(recipe, str) else recipe)
-            for pattern, recipe in recipes.items()
-        ]
+        self._rules = [(pattern, _settings(recipe, f"pattern {pattern!r}")) for pattern, recipe in recipes.items()]
 
     def resolve(self, name: str) -> Aggregator | None:
         """Return what the first matching pattern says, or None."""
         return next((recipe for pattern, recipe in self._rules if fnmatch.fnmatchcase(name, pattern)), None)
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise `PlanError` for a pattern that matches no parameter."""
-        for pattern, _ in self._rules:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        """Raise `PlanError` for a pattern that matches no parameter, or none that those before it leave."""
+        left = list(names)
+        for place, (pattern, _) in enumerate(self._rules):
+            matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            if matched and not set(matched) & set(left):
+                before = [p for p, _ in self._rules[:place] if fnmatch.fnmatchcase(matched[0], p)]
+                raise PlanError(
+                    f"pattern {pattern!r} decides nothing: all that it matches, as {matched[0]!r}, is decided by those "
+                    f"before it, as {before[0]!r}; the first that matches counts, so put the special ones first"
+                )
+            left = [name for name in left if name not in matched]
+            if not matched:
                 close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
                 raise PlanError(f"pattern {pattern!r} matches no parameter; close names: {', '.join(close)}")
+
+
+def _settings(recipe: object, where: str) -> Aggregator:
+    """Return what a pattern or a function says, as settings; `where` is for errors."""
+    if isinstance(recipe, Aggregator):
+        return recipe
+    around = "schedules go around patterns and functions: Schedule([(0, 'dense'), (500, {'*': 'int4'})])"
+    if not isinstance(recipe, str):
+        raise PlanError(f"{where}: expected a recipe, an Aggregator or None, got {recipe!r}; {around}")
+    if len(recipe.split()) > 1:
+        raise RecipeError(f"{where}: expected one recipe, got {recipe!r}; {around}")
+    try:
+        return parse_recipe(recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
 
 
 def build_plan(
@@ -272,8 +297,8 @@ def build_plan(
 
     Args:
         named_parameters: those that train, in order of registration.
-        policy: a recipe string or `Aggregator` for all; patterns; or a function `ParamInfo -> Aggregator | None`, whose
-            word is final but for dtypes that no compressor takes.
+        policy: a recipe string or `Aggregator` for all; patterns; or a function of `ParamInfo` that returns
+            either, or None for dense, and whose word is final but for dtypes that no compressor takes.
         world_size: number of ranks.
         options: cuts and thresholds.
         momentum: for all that stays dense, if other phases of training have it.
@@ -369,9 +394,9 @@ def _resolver(
             aggregator = policy.resolve(info.name)
         else:
             aggregator = policy(info)  # type: ignore[operator]
-            if not (aggregator is None or isinstance(aggregator, Aggregator)):
-                raise PlanError(f"policy({info.name!r}): expected an Aggregator or None, got {aggregator!r}")
-            return (Dense(), "policy") if aggregator is None else _with_reason(aggregator)
+            if aggregator is None:
+                return Dense(), "policy"
+            return _with_reason(_settings(aggregator, f"policy({info.name!r})"))
         if aggregator is None:
             return Dense(), "no pattern matches"
         if isinstance(aggregator, Dense):

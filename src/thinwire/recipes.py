@@ -15,6 +15,7 @@ wire, `globalexp` and `global:8:halving` reduced in a tree, and `sign` is a majo
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -200,7 +201,7 @@ def parse_recipe(text: str) -> Aggregator:
     Feedback is added where the compressor needs it to converge, and nowhere else.
 
     Raises:
-        RecipeError: an unknown name or argument; the message lists what is known.
+        RecipeError: an unknown name or argument; the message names what comes near.
 
     Example:
         >>> parse_recipe("topk:0.01").up
@@ -274,7 +275,11 @@ def _single(text: str, known: Iterable[str]) -> Compressor:
     if kind == "scaled":
         return Scaled(inner=_single(":".join(arguments), _KINDS))
     if kind not in known:
-        raise RecipeError(f"expected one of {', '.join(known)} (see `thinwire compressors`), got {kind!r}")
+        if len(known := list(known)) < 5:
+            raise RecipeError(f"expected {_alternatives(known)}, got {kind!r}")
+        close = difflib.get_close_matches(kind.lower(), known, n=3, cutoff=0.5)
+        hint = f"did you mean {_alternatives(close)}" if close else "for example int8, int4, topk:0.01, onebit or fp16"
+        raise RecipeError(f"expected a kind of compressor, got {kind!r}: {hint} (`thinwire compressors` lists all)")
     return _KINDS[kind](arguments)
 
 

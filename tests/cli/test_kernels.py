@@ -75,7 +75,7 @@ def test_the_reference_is_chosen_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "int9"], "expected one of fp16"),
+        (["--only", "int9"], "did you mean 'int8'"),
         (["--nbytes", "64 miles"], "a size such as 64MiB"),
         (["--nbytes", "3"], "at least 4 bytes"),
         (["--threads", "1,0"], "a whole number above 0"),

@@ -65,7 +65,7 @@ def test_pictures_may_be_svg(recorded: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["replay", "x.npz", "--recipes", "int9"], "expected one of dense"),
+        (["replay", "x.npz", "--recipes", "int9"], "did you mean 'int8'"),
         (["replay", "x.npz", "--plot", "x.gif"], "ends in .png or .svg"),
         (["record", "--out", "x.npz", "--steps", "3,2"], "ascending steps"),
         (["record", "--out", "x.npz", "--steps", "5-4"], "ascending steps"),

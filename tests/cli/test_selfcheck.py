@@ -97,7 +97,7 @@ def test_a_rank_that_dies_or_never_returns_ends_it(tmp_path: Path, model: str, s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--recipe", "int9"], "expected one of dense"),
+        (["--recipe", "int9"], "did you mean 'int8'"),
         (["--model", "mine"], "expected MODULE:FACTORY"),
         (["--timeout", "0"], "--timeout"),
     ],

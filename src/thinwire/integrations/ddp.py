@@ -17,7 +17,8 @@ from thinwire.integrations.agreement import agree
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
-from thinwire.integrations.watch import Watch
+from thinwire.integrations.sparse import sparse_names
+from thinwire.integrations.watch import Watch, left_over
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan, PlanOptions
 from thinwire.schedule import Phase, Schedule
@@ -81,6 +82,7 @@ def make_link(
             f"scaler={'none' if scaler is None else f'of scale {scaler.get_scale():g}'}",
             f"on_nonfinite={on_nonfinite!r}",
             f"check_replicas_every={check_replicas_every}",
+            f"sparse gradients={sorted(_sparse(model)) if isinstance(model, DistributedDataParallel) else None}",
         ]
         phases = agree(build, driver.control, settings)
     except BaseException:
@@ -101,9 +103,13 @@ def make_link(
         check_replicas_every=check_replicas_every,
         loggers=loggers,
         watch=Watch(model, _frozen(model), speaks=rank == 0),
+        sparse=_sparse(model),
+        group=group,
+        left_over=left_over(model) if world_size > 1 else {},
     )
     if rank == 0:
         _advise(model, phases.final)
+        _say_left_over(model, phases.final)
         if _has_momentum(phases.final) and optimizer is None:
             logging.getLogger("thinwire").warning(
                 "momentum is applied before sending: the optimizer must have none; "
@@ -113,21 +119,33 @@ def make_link(
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters that DDP reduces, under their names inside the wrapped module."""
-    return [(name, param) for name, param in _kept_equal(model) if param.requires_grad]
+    """Return the parameters with dense gradients that DDP reduces, under their names inside the wrapped module."""
+    sparse = {id(param) for param in _sparse(model).values()}
+    return [(name, param) for name, param in _kept_equal(model) if param.requires_grad and id(param) not in sparse]
+
+
+def _sparse(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters with sparse gradients that DDP reduces."""
+    assert isinstance(model, DistributedDataParallel)
+    names = {_plain(name) for name in sparse_names(model.module)}
+    return {name: param for name, param in _kept_equal(model) if param.requires_grad and name in names}
 
 
 def _kept_equal(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters that DDP keeps equal on all ranks: all that it was not told to ignore."""
     assert isinstance(model, DistributedDataParallel)
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    return [(name, param) for name, param in model.module.named_parameters() if name not in ignored]
+    return [(_plain(name), param) for name, param in model.module.named_parameters() if name not in ignored]
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is without compiling and activation checkpointing, so that patterns and states still fit."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _frozen(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Return the parameters that DDP does not reduce as they do not train, by name."""
-    ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    return {n: p for n, p in model.module.named_parameters() if not p.requires_grad and n not in ignored}
+    return {name: param for name, param in _kept_equal(model) if not param.requires_grad}
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_after: int, on_nonfinite: str) -> None:
@@ -146,9 +164,13 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
         raise AttachError(f"expected start_after >= 0 steps, got {start_after}")
     if on_nonfinite not in ("raise", "warn"):
         raise AttachError(f"expected on_nonfinite 'raise' or 'warn', got {on_nonfinite!r}")
-    for name, module in model.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise AttachError(f"{name}: sparse gradients are not supported; use sparse=False")
+    if getattr(model, "_use_python_reducer", False):
+        raise AttachError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', with which DDP hands over no buckets: set it to "
+            "True or False before DistributedDataParallel is made"
+        )
+    if _sparse(model) and not _trained(model):
+        raise AttachError("all gradients are sparse, which DDP sums uncompressed: there is nothing to compress")
     for name, param in _trained(model):
         if param.device.type != "cpu":
             raise AttachError(
@@ -171,12 +193,44 @@ def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _say_left_over(model: DistributedDataParallel, plan: Plan) -> None:
+    """Say what else DDP will send, which no recipe makes fewer."""
+    log = logging.getLogger("thinwire")
+    if sparse := sorted(_sparse(model)):
+        log.info("sparse gradients are summed by DDP itself, uncompressed: %s", ", ".join(sparse))
+    found = left_over(model)
+    if plan.world_size == 1 or not found:
+        return
+    what = ", ".join(f"{nbytes:,} bytes for {name}" for name, nbytes in found.items())
+    # Beside a tenth of the gradients' bytes it is worth a thought.
+    level = logging.WARNING if 10 * sum(found.values()) > plan.busiest_nbytes else logging.INFO
+    newer = hasattr(model, "forward_sync_buffers")  # from torch 2.13 on, which warns of the other
+    buffers = "forward_sync_buffers=False" if newer else "broadcast_buffers=False"
+    hints = {"buffers": buffers, "unused parameters": "find_unused_parameters=False"}
+    log.log(
+        level,
+        "besides gradients DDP sends, uncompressed and once a step: %s; DistributedDataParallel(..., %s) sends none, "
+        "where the model allows it",
+        what,
+        ", ".join(hints[name] for name in found),
+    )
+
+
 def _advise(model: DistributedDataParallel, plan: Plan) -> None:
     """Say when training cannot gain: one rank, nothing compressed, or so few buckets that nothing overlaps."""
     log = logging.getLogger("thinwire")
     if plan.world_size == 1:
         log.warning("world size 1: there is no communication to compress")
         return
+    rest = [param.info for param in plan.params if param.reason == "no pattern matches"]
+    if rest:
+        log.warning(
+            "no pattern matches %s and %d more parameters, %d bytes in all, which stay dense: add '*': RECIPE for "
+            "them, or '*': 'dense' if that is meant",
+            rest[0].name,
+            len(rest) - 1,
+            sum(info.nbytes for info in rest),
+        )
     reasons = {param.reason for param in plan.params}
     if "" not in reasons and reasons - {"asked for", "policy"}:
         log.warning("nothing is compressed: every parameter stays dense; print(link.plan) says why")

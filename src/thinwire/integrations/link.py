@@ -20,12 +20,13 @@ from torch import Tensor
 
 from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
-from thinwire.errors import LossScaleError, NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.errors import LossScaleError, LostGradientError, NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
+from thinwire.integrations.sparse import nbytes_of, sum_sparse
 from thinwire.integrations.stats import StepStats, Totals
 from thinwire.integrations.watch import Watch
 from thinwire.kernels.reference_steps import tree_sum
@@ -58,6 +59,9 @@ class _Step:
     closed: bool = False  # no further bucket comes
     last_submitted_s: float = 0.0
     squared_norm: float = 0.0  # of the mean gradient, in steps in which it is measured
+    local_norm: float = 0.0  # of this rank's gradient, likewise: the largest of any bucket
+    delivered: bool = False  # whether the mean has an element other than 0, likewise
+    nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())  # outside of messages
     error: BaseException | None = None
 
 
@@ -112,6 +116,9 @@ class Link:
         check_replicas_every: int = 0,
         loggers: Sequence[Logger] = (),
         watch: Watch | None = None,
+        sparse: Mapping[str, Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        left_over: Mapping[str, int] | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
@@ -119,7 +126,8 @@ class Link:
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
-        self._names = {id(param): name for name, param in params.items()}
+        self._sparse, self._group, self._left_over = dict(sparse or {}), group, dict(left_over or {})
+        self._names = {id(param): name for name, param in (*params.items(), *self._sparse.items())}
         self._driver = driver
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
@@ -147,7 +155,8 @@ class Link:
 
         See `StepStats` for the numbers; besides: `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
         undo copies, and the float32 copies of buckets of another dtype),
-        `residual_nbytes`, and `dense`, a map from parameter name to the reason.
+        `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
+        gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
         """
         with self._lock:
             totals = self._totals
@@ -161,7 +170,11 @@ class Link:
             **totals.means(),
             "work_nbytes": self._buffers.allocated_nbytes + copies,
             "residual_nbytes": self.state.nbytes,
-            "dense": {param.info.name: param.reason for param in self.plan.params if param.reason},
+            "dense": {
+                **{param.info.name: param.reason for param in self.plan.params if param.reason},
+                **dict.fromkeys(self._sparse, "sparse gradient"),
+            },
+            "left_over": dict(self._left_over),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,7 +238,11 @@ class Link:
         if bucket.index() == 0:
             self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
+        if bucket.buffer().is_sparse:
+            return self._sum_sparse(step, bucket)
         ours = self._bucket(bucket, step.plan)
+        if step.number % NORM_EVERY == 0:
+            step.local_norm = max(step.local_norm, float(torch.linalg.vector_norm(ours.buffer)))
         if ours.plan.is_dense:
             messages = [Message(ours.plan.layouts[0], [], self.rank, flat=ours.buffer, buffers=self._buffers)]
         else:
@@ -249,6 +266,38 @@ class Link:
             done = self._driver.submit(kind.exchange(message), message.layout.rounds)
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
+
+    def _sum_sparse(self, step: _Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Let a sparse gradient through, with its place in the step: inf and nan in it count as anywhere."""
+        (name,), buffer = (self._names[id(param)] for param in bucket.parameters()), bucket.buffer()
+        assert self._group is not None
+        nbytes = nbytes_of(buffer)
+        with self._lock:
+            step.stats.raw_nbytes += nbytes
+            step.stats.wire_nbytes += nbytes * (self._group.size() - 1)
+            step.stats.num_collectives += 1
+            step.pending += 1
+            step.closed = bucket.is_last()
+            step.last_submitted_s = time.perf_counter()
+        if bucket.is_last():
+            self._close_step()
+
+        def done(mean: Tensor | None, error: BaseException | None) -> None:
+            if mean is not None and not bool(mean._values().isfinite().all()):
+                step.nonfinite.add((MEAN, name))
+            with self._lock:
+                step.delivered = step.delivered or (mean is not None and bool(mean._values().any()))
+                if error is not None:
+                    self._failed = self._failed or error
+                    step.error = step.error or error
+                step.pending -= 1
+                step_done = step.closed and step.pending == 0
+            if step_done:
+                self._end_step(step)
+            if mean is not None and step.error is not None:
+                raise step.error
+
+        return sum_sparse(buffer, self._group, done)
 
     def _bucket(self, bucket: dist.GradBucket, source: Plan) -> _Bucket:
         """Return what is kept of a bucket, made anew where DDP has other ones, or the last step is still under way."""
@@ -369,8 +418,9 @@ class Link:
 
     def _finished(self, step: _Step, waiter: _Waiter, message: Message, done: "Future[Outcome]") -> None:
         error = done.exception()
-        squared_norm = 0.0
+        squared_norm, delivered = 0.0, False
         if error is None and step.number % NORM_EVERY == 0:
+            delivered = any(bool(value.any()) for value in _values(message))
             squared_norm = _squared_norm(message)  # now: the memory it lies in is given back with its bucket
         if self._scaler is None:
             message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
@@ -378,6 +428,7 @@ class Link:
             if error is None:
                 step.stats.add(message, done.result())
                 step.squared_norm += squared_norm
+                step.delivered = step.delivered or delivered
             else:
                 # At once: backward raises for the first bucket that fails, while others are still under way.
                 self._failed = self._failed or error
@@ -397,7 +448,7 @@ class Link:
 
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
-        nonfinite = sorted({item for message in step.messages for item in message.nonfinite})
+        nonfinite = sorted(step.nonfinite.union(*(message.nonfinite for message in step.messages)))
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
                 message.restore()
@@ -409,6 +460,8 @@ class Link:
         elif step.error is None:
             if nonfinite:
                 step.error = self._report(nonfinite)
+            elif step.number % NORM_EVERY == 0 and not step.delivered:
+                step.error = self._lost(step)
             self.state.step += 1
             self._commit_units(step)
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
@@ -459,6 +512,22 @@ class Link:
             f"expected GradScalers of one scale on all ranks, got {usual:g} on most while {others}, in step "
             f"{step.number}: gradients are in different units; nothing was delivered and residuals kept. Give all "
             "scalers the same arguments, load the same scaler state everywhere, and call step() and update() alike"
+        )
+
+    def _lost(self, step: _Step) -> Exception | None:
+        """Ask all ranks for the norms of what they gave, where nothing but zeros came back. Collective, like that."""
+        if any(p.aggregator.up.holds_back(p.spec) for message in step.messages for p in message.layout.partitions):
+            return None  # sparse kinds may well have sent zeros only, and keep the rest
+        try:
+            norms = [float(text) for text in all_gather_text(repr(step.local_norm), self._driver.control)]
+        except Exception as error:
+            return error
+        given = ", ".join(f"rank {rank}: {norm:.3g}" for rank, norm in enumerate(norms) if norm > 0)
+        if not given:
+            return None
+        return LostGradientError(
+            f"step {step.number} delivered zeros only, while gradients have norms of ({given}): they are too small for "
+            "what the recipe sends, or cancel. Use a GradScaler, a larger loss, or a recipe with a scale, as int8"
         )
 
     def _residual_ratio(self, step: _Step) -> float:
@@ -534,9 +603,12 @@ def _clip(clipped: Sequence[tuple[Block, float]], loss_scale: float) -> None:
         block.gradient_scale = 1.0 if norm <= largest else largest / norm  # nan where the norm is
 
 
+def _values(message: Message) -> list[Tensor]:
+    return [block.value for block in message.blocks] if message.flat is None else [message.flat]
+
+
 def _squared_norm(message: Message) -> float:
-    values = [block.value for block in message.blocks] if message.flat is None else [message.flat]
-    return sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values)
+    return sum(float(torch.linalg.vector_norm(value)) ** 2 for value in _values(message))
 
 
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:

@@ -13,6 +13,7 @@ from thinwire.aggregators import Block, BufferPool, Message
 from thinwire.comm.process_group import Outcome, OverlappedDriver, common_group
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.link import unwrap
+from thinwire.integrations.sparse import sum_sparse
 from thinwire.plan import build_plan
 from thinwire.recipes import parse_recipe
 
@@ -42,6 +43,8 @@ class StatelessHook:
         # Every pass draws other numbers. Passes of several models count alike on all ranks, as hooks are called alike.
         self._steps[group] = step = self._steps.get(group, -1) + (bucket.index() == 0)
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return sum_sparse(buffer, group)
         plan = self._plan(bucket, buffer, dist.get_world_size(group))
         raw: torch.futures.Future[Any] = torch.futures.Future()
         if plan.is_dense:

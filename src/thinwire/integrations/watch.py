@@ -9,6 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import AttachError
 
 
+def left_over(model: DistributedDataParallel) -> dict[str, int]:
+    """Return the bytes that DDP sends besides gradients, which no recipe makes fewer, by what they are.
+
+    `buffers` are broadcast before every forward pass, a map of `unused parameters` is summed after every backward.
+    """
+    found: dict[str, int] = {}
+    if model.broadcast_buffers and model.modules_buffers:
+        found["buffers"] = sum(buffer.nbytes for buffer in model.modules_buffers)
+    if model.find_unused_parameters:
+        found["unused parameters"] = 4 * sum(param.requires_grad for param in model.module.parameters())
+    return found
+
+
 class Watch:
     """A weak reference to a model, so that a model, its hook and its link do not keep each other.
 
