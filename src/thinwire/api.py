@@ -92,7 +92,8 @@ def attach(
         timeout: of each collective; torch's default for gloo if None.
         check_replicas_every: steps between checks that all ranks hold the same parameters, to the bit, frozen ones too;
             0 never checks. A check hashes all parameters before the first bucket of a backward pass and gathers 64
-            bytes a rank; other steps cost nothing. Buffers are not compared: DDP lets those of BatchNorm differ.
+            bytes a rank; other steps cost nothing. Buffers are not compared: DDP lets those of BatchNorm differ. Nor
+            are ranks that have joined (`DistributedDataParallel.join`).
         loggers: objects with `write(step, values)`, called on rank 0; see `LogLine`, `CSV`, `TensorBoard`.
 
     Returns:

@@ -67,7 +67,9 @@ def test_alone(tmp_path: Path) -> None:
 
 def test_under_torchrun_with_a_model_of_the_users(tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire"]
-    done = _run(tmp_path, *launcher, "selfcheck", "--model", "mine:good", "--recipe", "topk:0.5", "--json")
+    done = _run(
+        tmp_path, *launcher, "selfcheck", "--model", "mine:good", "--recipe", "dense until 9 then topk:0.5", "--json"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["conditions"]["model"] == "mine:good"
     assert "topk:0.5 on 2 ranks: 6 ok" in done.stderr

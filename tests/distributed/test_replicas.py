@@ -85,6 +85,31 @@ def test_other_steps_cost_no_collective(ranks, every, steps):
     assert ranks(2).run(_counted, every) == [[64] * steps] * 2
 
 
+def _joined(rank, world_size, victim):
+    """Train with fewer batches on rank 0; return at which step a flipped bit of `victim` is found, and the message."""
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, "int8", check_replicas_every=1) as link:
+        try:
+            with model.join():
+                for step in range(2 + 2 * (rank > 0)):
+                    if rank == victim and step == 3:
+                        with torch.no_grad():
+                            model.module.layers[0].bias.view(torch.int32)[0] ^= 1
+                    _step(model, rank, step)
+        except ReplicaError as error:
+            return link.state.step, str(error)
+        return link.state.step, digests(model.parameters())
+
+
+def test_a_rank_that_has_joined_is_left_out(ranks):
+    results = ranks(3).run(_joined, None)
+    assert results == [results[0]] * 3
+    assert results[0][0] == 4
+    for step, message in ranks(3).run(_joined, 2):
+        assert step == 3
+        assert "'layers.0.bias' (rank 1 has one value; rank 2 another)" in message
+
+
 def _another_interval(rank, world_size):
     with pytest.raises(PlanError) as raised:
         thinwire.attach(DDP(seeded(Tower)), "int8", check_replicas_every=rank)
@@ -111,7 +136,8 @@ def test_digests_see_values_whatever_their_strides():
 
 
 def test_the_first_difference_and_who_holds_what():
-    assert first_difference(["a", "b"], [["x", "y"]] * 3) is None
-    found = first_difference(["a", "b", "c"], [["x", "1", "1"], ["x", "2", "2"], ["x", "3", "1"], ["x", "2", "1"]])
+    assert first_difference(["a", "b"], {rank: ["x", "y"] for rank in range(3)}) is None
+    held = {0: ["x", "1", "1"], 1: ["x", "2", "2"], 2: ["x", "3", "1"], 3: ["x", "2", "1"]}
+    found = first_difference(["a", "b", "c"], held)
     assert found == Difference("b", ((1, 3), (0,), (2,)), 2)
     assert str(found) == "'b' (rank 1, 3 has one value; rank 0 another; rank 2 another), and 1 more parameters"

@@ -22,9 +22,10 @@ RECIPES = {  # and what does not apply
     "sign": {"conservation", "parity"},
     "topk:0.05@ef21": {"conservation"},
     "topk:0.25@dgc": {"conservation", "parity"},
-    "topkc:0.25": {"conservation", "resume"},
-    "topkc:0.25:fp32": {"resume"},
-    "dense": {"resume"},
+    "topkc:0.25": {"conservation"},
+    "topkc:0.25:fp32": set(),
+    "powersgd:2": {"resume"},
+    "dense": set(),
 }
 
 
@@ -50,7 +51,7 @@ def _checked(rank, world_size, recipe, factory=_made, **kwargs):
 def test_a_healthy_launch(ranks, recipe):
     # Parity takes most of the time.
     rungs = [name for name in LADDER if name != "parity" or recipe in ("int8", "topk:0.25", "sign", "topk:0.25@dgc")]
-    world_size = 3 if recipe == "int8" else 2
+    world_size = 3 if recipe in ("int8", "powersgd:2") else 2
     first, *others = ranks(world_size).run(_healthy, recipe, rungs)
     for rung in first.rungs:
         assert rung.verdict == ("not applicable" if rung.name in RECIPES[recipe] else "ok"), str(first)
@@ -62,6 +63,29 @@ def test_a_healthy_launch(ranks, recipe):
 
 def _healthy(rank, world_size, recipe, rungs):
     return _checked(rank, world_size, recipe, rungs=rungs)
+
+
+def _early(rank, world_size):
+    return _checked(rank, world_size, "topk:0.01", rungs=["parity"])
+
+
+def test_a_recipe_that_still_owes_most_gets_no_verdict_on_its_loss(ranks):
+    for report in ranks(2).run(_early):
+        (rung,) = report.rungs
+        assert rung.verdict == "not applicable"
+        assert "of all gradients are still owed" in rung.sentence
+        assert rung.numbers["share_owed"] > 0.25
+        assert report.ok
+
+
+def _diverging(rank, world_size):
+    return _checked(rank, world_size, "int8", lr=1e25)
+
+
+def test_an_error_is_said_without_its_stack(ranks):
+    for report in ranks(2).run(_diverging):
+        assert "NonFiniteError" in report.rungs[-1].sentence
+        assert "At:" not in report.rungs[-1].sentence
 
 
 def _without_loss(rank, world_size):

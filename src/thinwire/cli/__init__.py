@@ -31,7 +31,3 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

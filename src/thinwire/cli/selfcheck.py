@@ -22,7 +22,7 @@ from thinwire.cli.output import add_json_argument, check_outputs, table_file, wr
 from thinwire.errors import ThinwireError
 from thinwire.ladder import Report, Rung, selfcheck
 from thinwire.ladder.training import Factory, Loss
-from thinwire.recipes import parse_recipe
+from thinwire.schedule import parse_schedule
 
 _MEETING_S = 60.0  # ranks may take so long to start, whatever the timeout of collectives
 _GRACE_S = 10.0  # for the others, once a rank has ended with an error
@@ -225,5 +225,5 @@ def _place(text: str) -> str:
 
 
 def _recipe(text: str) -> str:
-    parse_recipe(text)
+    parse_schedule(text)
     return text

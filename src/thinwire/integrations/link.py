@@ -367,18 +367,22 @@ class Link:
                     if (name := self._names.get(id(param))) is not None:
                         step.learning_rates[name] = float(group["lr"])
         self._step = step
-        if torch._C._current_graph_task_id() >= 0:  # else DDP's join calls, for a rank that has no more inputs
+        if _in_backward():
             # Runs when the pass has come to its end, before DDP waits for the futures.
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._pass_ended, step))
         return step
 
     def _check_replicas(self) -> None:
-        """Compare parameters over ranks, every so many steps; counts are equal on all ranks, as steps are committed."""
+        """Compare parameters over ranks, every so many steps; counts are equal on all ranks, as steps are committed.
+
+        A rank that has joined (`DistributedDataParallel.join`) takes no more optimizer steps and is left out: DDP gives
+        it the others' parameters in the end.
+        """
         every = self._check_replicas_every
         if self._replicas is None or not every or self.state.step % every:
             return
         try:
-            self._replicas.raise_if_different(self.state.step)
+            self._replicas.raise_if_different(self.state.step, takes_part=_in_backward())
         except ReplicaError as error:
             self.error = self.error or error
             raise
@@ -575,6 +579,11 @@ class _Finish:
             self.link._driver.fail(error)
             if not self.waiter.future.done():
                 self.waiter.future.set_result(error)
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass calls the hook; else DDP's join does, for a rank that has no more inputs."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _clipped(messages: Sequence[Message]) -> list[tuple[Block, float]]:

@@ -47,22 +47,27 @@ class ReplicaCheck:
     def __init__(self, params: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         self._params, self._group = params, group
 
-    def difference(self) -> Difference | None:
-        """Return where replicas part, or None. Collective."""
-        ours = digests(self._params.values())
-        whole = hashlib.sha256("".join(ours).encode()).hexdigest()
-        if len(set(all_gather_text(whole, self._group))) == 1:
+    def difference(self, *, takes_part: bool = True) -> Difference | None:
+        """Return where replicas part, or None. Collective.
+
+        Args:
+            takes_part: whether this rank's parameters are compared; False gathers with the others all the same.
+        """
+        ours = digests(self._params.values()) if takes_part else []
+        whole = hashlib.sha256("".join(ours).encode()).hexdigest() if takes_part else ""
+        if len(set(all_gather_text(whole, self._group)) - {""}) <= 1:
             return None
-        everyone = [text.split("\n") for text in all_gather_text("\n".join(ours), self._group)]
+        texts = all_gather_text("\n".join(ours), self._group)
+        everyone = {rank: text.split("\n") for rank, text in enumerate(texts) if text}
         return first_difference(list(self._params), everyone)
 
-    def raise_if_different(self, step: int) -> None:
-        """Raise on all ranks unless all hold the same. Collective.
+    def raise_if_different(self, step: int, *, takes_part: bool = True) -> None:
+        """Raise on all ranks unless all that take part hold the same. Collective.
 
         Raises:
             ReplicaError: names the ranks and the first parameter.
         """
-        if (difference := self.difference()) is not None:
+        if (difference := self.difference(takes_part=takes_part)) is not None:
             raise ReplicaError(
                 f"before step {step} ranks hold different parameters: expected the same bits everywhere, got "
                 f"{difference}. Something changed weights on some ranks only (a load, a seed, an optimizer step that "
@@ -70,14 +75,14 @@ class ReplicaCheck:
             )
 
 
-def first_difference(names: Sequence[str], digests: Sequence[Sequence[str]]) -> Difference | None:
-    """Return where ranks part, from every rank's digests in the order of `names`."""
-    columns = list(zip(*digests, strict=True))
+def first_difference(names: Sequence[str], digests: Mapping[int, Sequence[str]]) -> Difference | None:
+    """Return where ranks part, from the digests of each, in the order of `names`."""
+    columns = list(zip(*digests.values(), strict=True))
     differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:
         return None
     by_digest: dict[str, list[int]] = {}
-    for rank, digest in enumerate(columns[differing[0]]):
+    for rank, digest in zip(digests, columns[differing[0]], strict=True):
         by_digest.setdefault(digest, []).append(rank)
     ranks = sorted(map(tuple, by_digest.values()), key=lambda those: (-len(those), those))
     return Difference(names[differing[0]], tuple(ranks), len(differing))

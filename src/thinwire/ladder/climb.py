@@ -116,7 +116,8 @@ def _attempt(trial: Trial, name: str) -> tuple[Rung, bool]:
     try:
         return LADDER[name](trial), False
     except Exception as error:
-        sentence = f"{type(error).__name__}: " + " ".join(str(error).split())
+        words = str(error).partition("\n\nAt:")[0].split()  # torch appends the stack of a callback
+        sentence = f"{type(error).__name__}: {' '.join(words)}"
         return Rung(name=name, verdict="failed", sentence=sentence), True
 
 

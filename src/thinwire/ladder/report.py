@@ -1,7 +1,7 @@
 """What a selfcheck found."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Verdict = Literal["ok", "failed", "not applicable"]
 
@@ -44,6 +44,6 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{rung.name:<13} {rung.verdict:<15} {rung.sentence}" for rung in self.rungs]
-        counts = [(verdict, sum(rung.verdict == verdict for rung in self.rungs)) for verdict in ("ok", "failed")]
-        verdict = ", ".join(f"{num} {what}" for what, num in counts if num)
-        return "\n".join([*lines, f"{self.recipe} on {self.world_size} ranks: {verdict}"])
+        verdicts = [rung.verdict for rung in self.rungs]
+        counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict) if verdict in verdicts]
+        return "\n".join([*lines, f"{self.recipe} on {self.world_size} ranks: {', '.join(counts)}"])
