@@ -16,7 +16,7 @@ BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
 RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
 
-.PHONY: demo test test-full test-triton test-asan lint types layers docs bench-kernels clean help FORCE
+.PHONY: demo test test-full test-triton test-asan test-frameworks lint types layers docs bench-kernels clean help FORCE
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
@@ -37,6 +37,9 @@ test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on
 test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(VENV)/asan/bin/python -m pytest -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
+
+test-frameworks: $(VENV)/.frameworks ## the examples for Lightning, Accelerate and Hugging Face's Trainer, with the real packages
+	$(RUN)$(BIN)/pytest -m frameworks tests/test_frameworks.py
 
 lint: $(VENV)/.tools ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -89,6 +92,10 @@ $(VENV)/.triton: $(VENV)/.installed
 	@touch $@
 
 # An environment of its own, which sees the packages of the first but not the thinwire installed there.
+$(VENV)/.frameworks: $(VENV)/.installed
+	$(PIP) install -q -c $(VENV)/constraints.txt --group frameworks
+	@touch $@
+
 $(VENV)/.asan: $(VENV)/.installed $(BUILD) $(wildcard src/thinwire/*.py src/thinwire/*/*.py)
 	$(PYTHON) -m venv --clear --without-pip $(VENV)/asan
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \

@@ -335,18 +335,18 @@ def test_sent_nbytes_by_hand() -> None:
     model = {"w": torch.zeros(20, 100)}
     made = plan("onebit", 2, model, partition_numel=1000, min_nbytes=0)
     encoded = 4 + 125 + 3
-    assert [made.sent_nbytes(rank) for rank in range(2)] == [2 * (4 + encoded)] * 2
+    assert [made.sent_nbytes(rank) for rank in range(2)] == [2 * (8 + encoded)] * 2
     assert made.raw_nbytes == 8000
-    assert made.busiest_nbytes == 2 * (4 + encoded)
-    assert made.compression_ratio == 8000 / (2 * (4 + encoded))
+    assert made.busiest_nbytes == 2 * (8 + encoded)
+    assert made.compression_ratio == 8000 / (2 * (8 + encoded))
 
 
 def test_sent_nbytes_of_uneven_owners() -> None:
     """Three ranks, one float32 partition of 10: the owner sends its mean to two, and headers to all."""
     made = plan(lambda info: DENSE_IN_MESSAGE, 3, {"w": torch.zeros(10)})
     assert made.by_name["w"].partitions[0].owner == 0
-    assert made.sent_nbytes(0) == 2 * 4 + 2 * (4 + 40)
-    assert made.sent_nbytes(1) == made.sent_nbytes(2) == (4 + 40) + 4 + 2 * 4
+    assert made.sent_nbytes(0) == 2 * 8 + 2 * (8 + 40)
+    assert made.sent_nbytes(1) == made.sent_nbytes(2) == (8 + 40) + 8 + 2 * 8
     assert made.busiest_nbytes == made.sent_nbytes(0)
 
 

@@ -42,7 +42,7 @@ def make(
         shared = torch.Generator().manual_seed(seed)
         for slot, kept in (state.whole | state.owned).items():
             for tensor in kept.values():
-                source = shared if slot is Slot.DELIVERED else generator
+                source = shared if slot.common else generator
                 tensor.copy_(torch.randn(tensor.shape, generator=source))
         state.step, state.loss_scale = 7, 1024.0
         state.learning_rates = {"linear.weight": 0.1}
@@ -269,7 +269,43 @@ def test_resharding_conserves_what_is_owed() -> None:
             assert expected[name].any()
 
 
-@pytest.mark.parametrize("recipe", ["onebit@dgc", "onebit@ef21", "gather/onebit@ef21"])
+def test_a_chain_of_world_sizes_rounds_once() -> None:
+    """8 -> 4 -> 6 -> 1: what is owed changes by the rounding of one mean to float32; and by nothing after that."""
+    states = [make(rank, 8).state_dict() for rank in range(8)]
+    before = owed(states)
+    chain = [states]
+    for world_size, partition_numel in ((4, 100), (6, 37), (1, 1000)):
+        through = []
+        for rank, one in enumerate(reshard_state(chain[-1], world_size, partition_numel=partition_numel)):
+            state = make(rank, world_size, partition_numel=partition_numel, seed=None)
+            state.load_state_dict(saved_and_loaded(one))
+            through.append(state.state_dict())
+        chain.append(through)
+    for name, exact in before.items():
+        mean = sum(s["worker"][name].double() for s in states) / 8
+        rounded = mean.float().double() + sum(s["owner"][name].double() for s in states)
+        for states_then in chain[1:]:
+            assert torch.equal(owed(states_then)[name], rounded)
+        assert float((rounded - exact).abs().max()) <= 2.0**-24 * float(mean.abs().max())
+    # A mean that is a float32 number is kept to the bit: halves of numbers with few digits, here.
+    for state in states:
+        for tensor in state["worker"].values():
+            tensor.copy_((tensor * 16).round() / 16)
+    for name, tensor in reshard_state(states, 3)[0]["worker"].items():
+        assert torch.equal(tensor.double(), sum(s["worker"][name].double() for s in states) / 8)
+
+
+def test_what_was_resharded_can_be_resharded_again() -> None:
+    """Without loading it in between: every state then holds what all owners owe, which counts once."""
+    states = [make(rank, 4).state_dict() for rank in range(4)]
+    twice = reshard_state(reshard_state(states, 3), 2)
+    once = reshard_state(states, 2)
+    for slot in map(str, Slot):
+        for name, tensor in once[0][slot].items():
+            assert torch.equal(twice[1][slot][name], tensor)
+
+
+@pytest.mark.parametrize("recipe", ["onebit@dgc", "onebit@ef21", "gather/onebit@ef21", "powersgd:2"])
 def test_resharding_conserves_momenta_and_estimates(recipe: str) -> None:
     """As means over ranks; what owners keep whole; and what all ranks share as it is."""
     states = [make(rank, 4, recipe).state_dict() for rank in range(4)]
@@ -284,7 +320,7 @@ def test_resharding_conserves_momenta_and_estimates(recipe: str) -> None:
     for slot in kept:
         for name, first in states[0][slot].items():
             old_and_new = [torch.stack([s[slot][name] for s in group]) for group in (states, new)]
-            if slot is Slot.DELIVERED:
+            if slot.common:
                 assert all(torch.equal(s[slot][name], first) for s in (*states, *new))
             elif slot.owned:
                 assert torch.equal(*(group.sum(dim=0) for group in old_and_new))
@@ -312,6 +348,56 @@ def test_a_state_of_other_feedback_is_refused() -> None:
         with pytest.raises(StateError, match=message):
             state.load_state_dict(make(0, 2, saved).state_dict())
         assert flat_bits(state) == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "recipe"),
+    [
+        ("onebit", "onebit@dgc"),
+        ("onebit@dgc", "onebit"),
+        ("onebit", "gather/onebit"),
+        ("onebit", "onebit@ef21"),
+        ("powersgd:1", "powersgd:3"),
+        ("topk:0.1", "powersgd:2"),
+    ],
+)
+def test_what_does_not_fit_starts_at_zero_if_asked_to(saved: str, recipe: str, caplog) -> None:
+    """What both keep is taken over; the rest is named."""
+    old = [make(rank, 2, saved).state_dict() for rank in range(2)]
+    new = []
+    for rank, one in enumerate(reshard_state(old, 2, partition_numel=100)):
+        state = make(rank, 2, recipe, seed=3)
+        with caplog.at_level("WARNING", "thinwire"):
+            state.load_state_dict(one, strict=False)
+        new.append(state.state_dict())
+    (line,) = caplog.messages  # of rank 0
+    assert "starting at zero: " in line
+    assert "; dropped: " in line
+    for slot in Slot:
+        for name, tensor in new[0][slot].items():
+            if name in old[0][slot] and slot is Slot.WORKER:
+                assert torch.equal(tensor, (old[0][slot][name].double() + old[1][slot][name].double()).div(2).float())
+            elif name not in old[0][slot] or tensor.shape != old[0][slot][name].shape:
+                assert not tensor.any()
+                assert f"{name} ({slot})" in line
+    assert all(not s["worker"]["linear.weight"].isnan().any() for s in new if "linear.weight" in s["worker"])
+
+
+def test_parameters_may_come_and_go_if_asked_to(caplog) -> None:
+    saved = make(0, 1).state_dict()
+    saved["worker"]["gone"] = saved["worker"].pop("gaps")
+    saved["owner"].pop("gaps")
+    saved["owners"] = None
+    state = make(0, 1, seed=3)
+    with caplog.at_level("WARNING", "thinwire"):
+        state.load_state_dict(saved, strict=False)
+    loaded = state.state_dict()
+    assert not loaded["worker"]["gaps"].any()
+    assert not loaded["owner"]["gaps"].any()
+    assert torch.equal(loaded["worker"]["linear.weight"], saved["worker"]["linear.weight"])
+    (line,) = caplog.messages
+    assert "starting at zero: gaps (worker), gaps (owner)" in line or "gaps (owner), gaps (worker)" in line
+    assert "dropped: gone (worker)" in line
 
 
 def test_resharded_states_share_no_memory() -> None:

@@ -37,6 +37,8 @@ from thinwire.feedback import EF21 as EF21
 from thinwire.feedback import ErrorFeedback as ErrorFeedback
 from thinwire.feedback import Feedback as Feedback
 from thinwire.feedback import MomentumCorrection as MomentumCorrection
+from thinwire.integrations.checkpoint import Checkpointable as Checkpointable
+from thinwire.integrations.checkpoint import read_states as read_states
 from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine

@@ -33,6 +33,10 @@ class NonFiniteError(ThinwireError, ArithmeticError):
     """A gradient held inf or nan and no GradScaler was given to skip the step."""
 
 
+class LossScaleError(ThinwireError, RuntimeError):
+    """The GradScalers of ranks have different scales, so that their gradients are in different units."""
+
+
 class ReplicaError(ThinwireError, RuntimeError):
     """Ranks that hold different parameters. The message names them and the first parameter."""
 

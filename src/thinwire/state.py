@@ -5,6 +5,7 @@ parameter; partitions and buckets do not show. Each rank saves its own.
 """
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from thinwire.plan import Plan
 from thinwire.spec import fills_memory
 
 FORMAT = 3
+_EF21 = frozenset({Slot.ESTIMATE, Slot.DELIVERED, Slot.MEAN})  # of one parameter; they determine each other
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
 
 
@@ -142,12 +144,18 @@ class State:
             return flat.items()
         return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
 
+        Args:
+            state: what to take over.
+            strict: whether every tensor of the plan must be in `state`, and every one in `state` in the plan. Else what
+                `state` lacks starts at zero and what the plan does not keep is dropped; rank 0 logs a warning that
+                names both. Must be alike on all ranks.
+
         Raises:
-            StateError: another format, rank, world size, partition size or owners, or parameters that
-                differ.
+            StateError: another format, rank, world size, partition size, owners or shapes, or with `strict` parameters
+                or feedback that differ.
         """
         if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise StateError(f"expected the state of one rank, got a {type(state).__name__}; of several take [rank]")
@@ -163,14 +171,17 @@ class State:
             if state[key] != expected:
                 raise StateError(
                     f"state was saved with {key} {state[key]}, this run has {expected}; residuals belong to their "
-                    "rank: save and load one file a rank, or pass those of all ranks through thinwire.reshard_state"
+                    "rank: save and load one file a rank (with torch.distributed.checkpoint, "
+                    "thinwire.Checkpointable(link)), or pass those of all ranks through thinwire.reshard_state"
                 )
         if state["owners"] not in (None, self._owners):
             raise StateError(
                 "state was saved when partitions had other owners: parameters or recipes have changed since. "
-                "thinwire.reshard_state moves the residuals of all ranks to their new owners; parameters that came or "
-                "went must first be added to each state's 'worker' and 'owner', as zeros, or taken out"
+                "thinwire.reshard_state moves the residuals of all ranks to their new owners; with parameters that "
+                "came or went, load what it returns with strict=False"
             )
+        if not strict:
+            state = {**state, **self._fitted(state)}
         for slot in Slot:
             self._check(slot, state[slot])
         for slot, whole in self.whole.items():
@@ -187,18 +198,46 @@ class State:
         self.loss_scale = float(state["loss_scale"])
         self.learning_rates = {name: float(lr) for name, lr in state["learning_rates"].items()}
 
+    def _fitted(self, state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Return the slots of `state` with what the plan keeps: zeros where they lack it, less what it keeps not."""
+        fitted: dict[str, dict[str, Tensor]] = {str(slot): {} for slot in Slot}
+        fresh, used = list[str](), set[tuple[Slot, str]]()
+        for param in self._plan.params:
+            name = param.info.name
+            missing = {slot for slot in param.slots if name not in state[slot]}
+            if Slot.FACTOR in param.slots - missing and state[Slot.FACTOR][name].numel() != param.factor_numel:
+                missing.add(Slot.FACTOR)  # of another rank
+            if missing & _EF21:
+                missing |= param.slots & _EF21  # a mean of estimates beside other estimates would stay wrong for good
+            for slot in sorted(param.slots):
+                if slot in missing:
+                    fresh.append(f"{name} ({slot})")
+                    shape = (param.factor_numel,) if slot is Slot.FACTOR else param.info.shape
+                    fitted[slot][name] = torch.zeros(shape, dtype=torch.float32)
+                else:
+                    used.add((slot, name))
+                    fitted[slot][name] = state[slot][name]
+        dropped = [f"{name} ({slot})" for slot in Slot for name in state[slot] if (slot, name) not in used]
+        if self._rank == 0 and (fresh or dropped):
+            logging.getLogger("thinwire").warning(
+                "state loaded with strict=False: starting at zero: %s; dropped: %s",
+                ", ".join(fresh) or "nothing",
+                ", ".join(dropped) or "nothing",
+            )
+        return fitted
+
     def _check(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
         what = f"{slot} {'residual' if slot in (Slot.WORKER, Slot.OWNER) else 'tensor'}"
         names = {name for name, _ in self.owned[slot]} if slot.owned else set(self.whole[slot])
         if missing := sorted(names - set(saved)):
             raise StateError(
                 f"state has no {what} for {missing[0]!r} ({len(missing)} missing): it was saved with another recipe or "
-                "model; load it into the same, or go on without it"
+                "model; load it into the same, or with strict=False, which starts at zero what is missing"
             )
         if not slot.owned and (extra := sorted(set(saved) - names)):
             raise StateError(
                 f"state has a {what} for {extra[0]!r}, which this plan sends without such feedback: load it into a "
-                "recipe that has it, as 'int8@ef' after 'int4'"
+                "recipe that has it, as 'int8@ef' after 'int4', or with strict=False, which drops it"
             )
         for name in names:
             expected = tuple((self.whole[slot][name] if slot is Slot.FACTOR else self._params[name]).shape)
@@ -211,12 +250,18 @@ def reshard_state(
 ) -> list[dict[str, Any]]:
     """Turn the saved states of all ranks into states for another world size or partition size.
 
-    What training still owes is conserved: the mean over ranks of the workers' residuals, plus the owners' residual.
-    Every new worker gets the mean of the old ones, of momenta and of EF21's estimates, too; what owners keep goes to
-    whoever owns next; what is the same on all ranks stays so.
+    What training still owes is conserved. With n workers' residuals w_i and the owners' residual o,
+
+        owed = (1/n) sum_i w_i + o;    each new worker gets w = float32((1/n) sum_i w_i), whoever owns next gets o.
+
+    The sum is in float64 and in rank order, so that `owed` changes by the rounding of w to float32 alone: not at all
+    where the mean is a float32 number, as from one rank, or where the workers hold the same because they were
+    re-sharded before; so a chain of world sizes rounds once. Momenta and EF21's estimates go as residuals do, owners'
+    means as o; what is the same on all ranks stays so. How the w_i differ from each other is lost: the new run repeats
+    itself bit for bit, not the run that the old ranks would have gone on with.
 
     Args:
-        states: one `state_dict` per old rank, in any order.
+        states: one `state_dict` per old rank, in any order; what this function returned serves, too.
         world_size: number of new ranks.
         partition_numel: of the new plan.
 
@@ -263,12 +308,16 @@ def reshard_state(
 def _merged(slot: Slot, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return what is kept by the ranks together, by parameter: a mean, a sum of parts, or what all of them hold."""
     merged: dict[str, Tensor] = {}
+    alike = slot.common or (slot.owned and states[0]["owners"] is None)  # None: each has all owners' parts
     for name in dict.fromkeys(name for state in states for name in state[slot]):
         tensors = [state[slot][name] for state in states if name in state[slot]]
-        if slot.common:
+        if alike:
             merged[name] = tensors[0]
-        else:
-            merged[name] = torch.stack(tensors).sum(dim=0) if slot.owned else torch.stack(tensors).mean(dim=0)
+            continue
+        total = torch.zeros_like(tensors[0], dtype=torch.float64)
+        for tensor in tensors:
+            total += tensor
+        merged[name] = (total if slot.owned else total / len(tensors)).float()
     return merged
 
 

@@ -1,7 +1,10 @@
 """Every aggregator keeps the same promises, for any number of ranks. A new one is one line in `TABLE`."""
 
 import functools
+import struct
 import time
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -33,7 +36,16 @@ from thinwire import (
     TwoShot,
 )
 from thinwire.aggregators import MEAN, Aggregator, Block, Message, Partition, typical_contract
-from thinwire.aggregators.header import bitmap, header_nbytes, names_in, num_flags, read_header, write_header
+from thinwire.aggregators.header import (
+    bitmap,
+    header_nbytes,
+    names_in,
+    num_flags,
+    read_flags,
+    read_header,
+    write_flags,
+    write_header,
+)
 from thinwire.comm.local import run_lock_step
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Transfer
 from thinwire.compressors import Unbiased
@@ -512,20 +524,42 @@ def test_headers_round_trip(num_names: int) -> None:
     names = [f"p{i}" for i in range(num_names)]
     out = torch.full((header_nbytes(num_names) + 8,), 0xAA, dtype=torch.uint8)
     assert header_nbytes(num_names) % 4 == 0
-    assert header_nbytes(num_names) < 2 * (num_names / 8 + 1) + 4
+    assert header_nbytes(num_names) < 2 * (num_names / 8 + 1) + 8
     for pick in (1, 2, 3, 7):
         used, nonfinite = set(names[::pick]), set(names[pick - 1 :: pick + 1])
         header = out[: header_nbytes(num_names)]
-        write_header(header, num_names, bitmap(names, used), bitmap(names, nonfinite))
-        assert [names_in(bits, names) for bits in read_header(header, num_names)] == [used, nonfinite]
+        write_header(header, num_names, bitmap(names, used), bitmap(names, nonfinite), 2.0**-20)
+        *bitmaps, scale = read_header(header, num_names)
+        assert [names_in(bits, names) for bits in bitmaps] == [used, nonfinite]
+        assert struct.unpack("<f", scale) == (2.0**-20,)
         assert (out[header_nbytes(num_names) :] == 0xAA).all()
 
 
 def test_header_bits_start_from_the_least_significant() -> None:
     names = [f"p{i}" for i in range(10)]
-    out = torch.empty(4, dtype=torch.uint8)
+    out = torch.empty(8, dtype=torch.uint8)
     write_header(out, 10, bitmap(names, {"p0", "p9"}), bitmap(names, {"p1", "p8"}))
-    assert out.tolist() == [0b00000001, 0b10, 0b00000010, 0b01]
+    assert out.tolist() == [0, 0, 0x80, 0x3F, 0b00000001, 0b10, 0b00000010, 0b01]  # first 1.0, the loss scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_flags_tell_loss_scales_apart(op: Literal["sum", "max"], dtype: torch.dtype) -> None:
+    names = ["p0", "p1", "p2"]
+
+    def combined(scales: Sequence[float]) -> bool:
+        flags = [torch.empty(num_flags(3, op), dtype=dtype) for _ in scales]
+        for rank, (out, scale) in enumerate(zip(flags, scales, strict=True)):
+            write_flags(out, names, {"p0"}, {"p1"} if rank == 1 else set(), rank, op, scale)
+        data = torch.stack(flags)
+        unused, bad, differ = read_flags(data.amax(0) if op == "max" else data.sum(0), names, op)
+        assert (unused, bad) == ({"p1", "p2"}, {(1, "p1")})
+        return differ
+
+    assert not combined([65536.0] * 5)
+    assert not combined([3.7] * 300)
+    assert combined([65536.0] * 299 + [32768.0])
+    assert combined([1.0, 1.0 + 2.0**-23])
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------

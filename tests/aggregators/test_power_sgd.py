@@ -5,6 +5,7 @@ import torch
 from world import SHAPES, World, gradients
 
 from thinwire import PlanOptions, PowerSGD
+from thinwire.aggregators.header import num_flags
 from thinwire.bench.lock_step import LockStep
 from thinwire.feedback import Slot
 from thinwire.kernels.low_rank import effective_rank, matrix_shape
@@ -105,7 +106,7 @@ def test_what_stays_dense_rides_in_the_same_messages():
     plan = build_plan(params.items(), "powersgd:2", 3, PlanOptions(min_nbytes=1024))
     assert [param.reason for param in plan.params] == ["", "one-dimensional", "", "one-dimensional"]
     (message,) = plan.messages(list(shapes))
-    flags = 4 * 4
+    flags = num_flags(4, "sum")
     assert [r.numel for r in message.rounds] == [flags + 2 * 2 * 64 + 65, 2 * 2 * 64]
     own = [gradients(rank, 0, shapes) for rank in range(3)]
     delivered = LockStep(plan, shapes).run([{n: g.view(shapes[n]) for n, g in each.items()} for each in own])
@@ -120,4 +121,4 @@ def test_what_stays_dense_rides_in_the_same_messages():
 def test_alternating_sends_one_side_a_step():
     world = World(PowerSGD(rank=2, alternating=True), 2, shapes={"w": (12, 20)})
     (message,) = world.plan.messages(["w"])
-    assert [r.numel for r in message.rounds] == [4 + 2 * 20]
+    assert [r.numel for r in message.rounds] == [num_flags(1, "sum") + 2 * 20]

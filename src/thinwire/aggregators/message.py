@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.aggregators.base import MessageLayout, Partition
 from thinwire.aggregators.buffers import BufferPool
-from thinwire.aggregators.header import bitmap, names_in, read_flags, read_header, write_flags, write_header
+from thinwire.aggregators.header import MANY, bitmap, names_in, read_flags, read_header, write_flags, write_header
 from thinwire.aggregators.undo import Undo
 from thinwire.comm.rounds import AllReduce
 from thinwire.comm.tracing import span
@@ -97,6 +97,7 @@ class Message:
         blocks: one per partition of the layout, or empty for a message that moves `flat` alone.
         rank: this rank.
         step: the training step, which keys the random streams.
+        loss_scale: the factor that gradients of this rank came with.
         name: what traces call it.
         threads: native threads per kernel call.
         buffers: where work memory comes from.
@@ -104,6 +105,7 @@ class Message:
         sections: what the aggregator prepared for this message; its own business.
         nonfinite: (rank, MEAN or MANY, parameter) of every contribution that was not finite; equal on all ranks.
         unused: parameters that no rank's backward reached; equal on all ranks.
+        scales_differ: whether ranks had different loss scales, so that nothing was delivered; equal on all ranks.
         encode_s, decode_s: wall seconds spent in kernels.
     """
 
@@ -111,6 +113,7 @@ class Message:
     blocks: list[Block]
     rank: int
     step: int = 0
+    loss_scale: float = 1.0
     name: str = ""
     threads: int = 1
     buffers: BufferPool = field(default_factory=BufferPool)
@@ -118,6 +121,7 @@ class Message:
     sections: tuple[Section, ...] = ()
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())
     unused: set[str] = field(default_factory=lambda: set())
+    scales_differ: bool = False
     encode_s: float = 0.0
     decode_s: float = 0.0
     _statistics: Tensor | None = None
@@ -129,7 +133,7 @@ class Message:
         """Forget what came of the last step."""
         self.step = step
         self.forget()
-        self.nonfinite, self.unused, self._measured = set(), set(), None
+        self.nonfinite, self.unused, self._measured, self.scales_differ = set(), set(), None, False
         self.encode_s = self.decode_s = 0.0
 
     @property
@@ -341,12 +345,14 @@ class Message:
     def write_flags(self, out: Tensor, nonfinite: Set[str], op: Literal["sum", "max"]) -> None:
         """Write which parameters this rank's backward reached, and what is not finite, as numbers to be combined."""
         used = {block.partition.name for block in self.blocks if block.used}
-        write_flags(out, self.layout.names, used, nonfinite, self.rank, op)
+        write_flags(out, self.layout.names, used, nonfinite, self.rank, op, self.loss_scale)
 
     def read_flags(self, data: Tensor, op: Literal["sum", "max"]) -> None:
         """Note what the flags of all ranks together say."""
-        self.unused, nonfinite = read_flags(data, self.layout.names, op)
+        self.unused, nonfinite, differ = read_flags(data, self.layout.names, op)
         self.nonfinite |= nonfinite
+        if differ:
+            self._refuse()
 
     def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
         """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""
@@ -356,19 +362,27 @@ class Message:
             reached = (1 << len(names)) - 1
         elif used:
             reached = bitmap(names, {block.partition.name for block in self.blocks if block.used})
-        write_header(out, len(names), reached, bitmap(names, nonfinite) if nonfinite else 0)
+        write_header(out, len(names), reached, bitmap(names, nonfinite) if nonfinite else 0, self.loss_scale)
 
     def read_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all ranks say, rank 0 first."""
-        names, reached = self.layout.names, 0
+        names, reached, scales = self.layout.names, 0, set[bytes]()
         for rank, data in enumerate(headers):
-            used, nonfinite = read_header(data, len(names))
+            used, nonfinite, scale = read_header(data, len(names))
             reached |= used
+            scales.add(scale)
             self.nonfinite |= {(rank, name) for name in names_in(nonfinite, names)}
         self.unused = names_in(((1 << len(names)) - 1) & ~reached, names)
+        if len(scales) > 1:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Deliver nothing: what ranks sent is in different units."""
+        self.scales_differ = True
+        self.nonfinite |= {(MANY, name) for name in self.layout.names}
 
     def read_mean_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all owners say about the mean."""
         for data in headers:
-            _, nonfinite = read_header(data, len(self.layout.names))
+            _, nonfinite, _ = read_header(data, len(self.layout.names))
             self.nonfinite |= {(MEAN, name) for name in names_in(nonfinite, self.layout.names)}

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import AttachError
+
+if TYPE_CHECKING:  # importing it takes a while
+    from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
         finally:
             inner.require_backward_grad_sync = before
         return
-    sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
+    sharded = _sharded(inner)
     if not sharded:
         raise AttachError(
             f"expected a DistributedDataParallel model or one with fully_shard modules, got {type(model).__name__}: "
@@ -61,7 +63,15 @@ def accumulate(model: nn.Module, *, sync: bool) -> Iterator[None]:
             module.set_requires_all_reduce(all_reduce, recurse=False)
 
 
-def _flags(module: FSDPModule) -> tuple[bool, bool]:
+def _sharded(model: nn.Module) -> "list[FSDPModule]":
+    return [
+        module  # type: ignore[misc]
+        for module in model.modules()
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    ]
+
+
+def _flags(module: "FSDPModule") -> tuple[bool, bool]:
     """Return whether a module reduce-scatters and all-reduces its gradients: torch has setters, but no getters."""
     state: Any = module._get_fsdp_state()
     groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

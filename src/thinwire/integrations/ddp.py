@@ -78,7 +78,7 @@ def make_link(
         # Ranks that differ in these would issue other collectives, or keep other residuals.
         settings = [
             f"start_after={start_after}",
-            f"scaler={'none' if scaler is None else 'given'}",
+            f"scaler={'none' if scaler is None else f'of scale {scaler.get_scale():g}'}",
             f"on_nonfinite={on_nonfinite!r}",
             f"check_replicas_every={check_replicas_every}",
         ]

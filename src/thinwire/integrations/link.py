@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
-from thinwire.comm.process_group import Outcome, OverlappedDriver
+from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
 from thinwire.comm.tracing import span, title
-from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.errors import LossScaleError, NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.codec import measure_codec
@@ -168,6 +168,8 @@ class Link:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and counters; every rank saves its own. See `State.state_dict`.
 
+        `torch.distributed.checkpoint` keeps one rank's value of equal keys: give it `thinwire.Checkpointable(link)`.
+
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
@@ -179,8 +181,13 @@ class Link:
             ) from self._failed
         return self.state.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
+
+        Args:
+            state: what to take over.
+            strict: whether parameters and feedback must be the same as when it was saved. Else what `state` lacks
+                starts at zero, what is not kept here is dropped, and a warning names both. Alike on all ranks.
 
         Raises:
             StateError: it does not fit; nothing was changed.
@@ -189,7 +196,7 @@ class Link:
             while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
                 time.sleep(0.005)
             self._step = None
-        self.state.load_state_dict(state)
+        self.state.load_state_dict(state, strict=strict)
         self._agreed = None
 
     def planned_nbytes(self) -> int:
@@ -350,6 +357,7 @@ class Link:
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
+        message.loss_scale = step.loss_scale
         for block in message.blocks:
             name, feedback = block.partition.name, block.partition.aggregator.feedback
             if feedback is not None:
@@ -396,7 +404,11 @@ class Link:
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
         nonfinite = sorted({item for message in step.messages for item in message.nonfinite})
-        if step.error is None and nonfinite and self._scaler is not None:
+        if step.error is None and any(message.scales_differ for message in step.messages):
+            for message in step.messages:
+                message.restore()
+            step.error = self._scales_differ(step)
+        elif step.error is None and nonfinite and self._scaler is not None:
             for message in step.messages:
                 message.restore()
             self.skipped_steps += 1
@@ -440,6 +452,20 @@ class Link:
             return error
         logging.getLogger("thinwire").warning("%s", error)
         return None
+
+    def _scales_differ(self, step: _Step) -> Exception:
+        """Ask all ranks for their scales, now that no exchange is under way. Collective: all know of it."""
+        try:
+            scales = [float(text) for text in all_gather_text(repr(step.loss_scale), self._driver.control)]
+        except Exception as error:
+            return error
+        usual = max(scales, key=scales.count)
+        others = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales) if scale != usual)
+        return LossScaleError(
+            f"expected GradScalers of one scale on all ranks, got {usual:g} on most while {others}, in step "
+            f"{step.number}: gradients are in different units; nothing was delivered and residuals kept. Give all "
+            "scalers the same arguments, load the same scaler state everywhere, and call step() and update() alike"
+        )
 
     def _residual_ratio(self, step: _Step) -> float:
         gradient = step.squared_norm / step.loss_scale**2
