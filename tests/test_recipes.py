@@ -285,9 +285,7 @@ def test_full_density_is_sent_without_feedback() -> None:
         ("lowrank:2:fp64", "'bf16' or 'num_iterations=N'", "'fp64'"),
         ("topk:0.1~", "a kind of compressor", "''"),
         ("int8~int4", "'topk' or 'randomk'", "'int8'"),
-        ("topk:0.1:fp16~int4", "each setting once", "'0.1:fp16:fp32'"),
         ("randomk:0.1~linear:3", "no numbers behind a shared key", "linear:3"),
-        ("topk:0.1~int4~int4", "a kind of compressor", "int4~int4"),
         ("scaled:int8", "an unbiased compressor", "int8"),
         ("scaled:", "a kind of compressor", "''"),
         ("dense:int8", "'dense:fp16' or 'dense:bf16'", "'int8'"),
@@ -340,3 +338,19 @@ def test_every_kind_is_listed() -> None:
     singles = [single for text in texts for part in text.split("+") for single in part.split("~")]
     kinds = {single.removeprefix("scaled:").split(":")[0] for single in singles}
     assert kinds == set(recipe_names())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("topk:0.01:fp32~int8", "no dtype of values before '~'.*got 'fp32': write 'topk:0.01~int8'"),
+        ("topk:0.01:natural:chunked~int8", "got 'natural': write 'topk:0.01:chunked~int8'"),
+        ("randomk:0.1:bf16~e4m3", "got 'bf16': write 'randomk:0.1~e4m3'"),
+        ("topk:0.01~int8~int8", "expected one '~'.*got 'int8~int8' there"),
+        ("topk:0.01~topk:0.1~int8", "expected one '~'"),
+    ],
+)
+def test_what_stands_around_a_tilde(recipe: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        parse_recipe(recipe)
+    parse_recipe("topk:0.01:chunked~int8")

@@ -72,6 +72,11 @@ def test_a_ramp_of_no_length(steps: int, stages: int) -> None:
         Ramp(recipe="topk:0.01", steps=steps, stages=stages)
 
 
+def test_a_short_ramp_is_told_what_to_write() -> None:
+    with pytest.raises(RecipeError, match="write 'ramp 4' or more"):
+        parse_schedule("dense until 5 then topk:0.01 ramp 3")
+
+
 def test_the_recipe_at_every_boundary() -> None:
     schedule = parse_schedule("dense until 2 then int8 until 5 then int4")
     assert schedule == Schedule([(0, "dense"), (2, "int8"), (5, parse_recipe("int4"))])

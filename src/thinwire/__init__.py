@@ -10,6 +10,8 @@ from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
+from thinwire.comm.tracing import merge_traces as merge_traces
+from thinwire.comm.tracing import trace as trace
 from thinwire.compressors import BlockCast as BlockCast
 from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast

@@ -264,10 +264,24 @@ def parse_compressor(text: str) -> Compressor:
 def _compressor(text: str, known: Iterable[str]) -> Compressor:
     first, at, then = text.partition("~")
     if at:
+        _check_pair(first, then)
         sparse, values = _single(f"{first}:fp32", ("topk", "randomk")), _single(then, _KINDS)
         assert isinstance(sparse, TopK | RandomK)
         return Compose(first=sparse, then=values)
     return _single(text, known)
+
+
+def _check_pair(first: str, then: str) -> None:
+    """Raise `RecipeError` for what reads well on either side of a `~` but not around it."""
+    if "~" in then:
+        raise RecipeError(f"expected one '~', after which stands what the values are encoded by, got {then!r} there")
+    settings = first.split(":")
+    if dtypes := [setting for setting in settings[1:] if setting in (*_VALUES, "natural")]:
+        without = ":".join(setting for setting in settings if setting not in dtypes)
+        raise RecipeError(
+            f"expected no dtype of values before '~', since {then!r}, after it, says how they travel, got "
+            f"{dtypes[0]!r}: write '{without}~{then}'"
+        )
 
 
 def _single(text: str, known: Iterable[str]) -> Compressor:

@@ -54,7 +54,10 @@ class Ramp:
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.steps < self.stages:
-            raise RecipeError(f"Ramp: expected 1 <= stages <= steps, got {self.stages} and {self.steps}")
+            raise RecipeError(
+                f"Ramp: expected 1 <= stages <= steps, got {self.stages} and {self.steps}: each stage takes a step at "
+                f"least; write 'ramp {max(self.stages, 1)}' or more"
+            )
         self.phases(0)
 
     def phases(self, start: int) -> list[tuple[int, Aggregator]]:

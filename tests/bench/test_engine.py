@@ -26,13 +26,18 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_baselines_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "results.json"
     arguments = ["--workload", "digits", "--nodes", "2", "--steps", "6", "--json", str(file)]
-    assert main(["bench", *arguments, "--methods", ",".join(BASELINES), "--report", str(tmp_path / "report")]) == 0
+    outputs = ["--report", str(tmp_path / "report"), "--trace", str(tmp_path / "step.json")]
+    assert main(["bench", *arguments, "--methods", ",".join(BASELINES), *outputs]) == 0
     output = capsys.readouterr()
     assert "PowerSGD r4" in output.out
     assert "chosen by the test" in output.out
     document = json.loads(file.read_text())
     assert not document["conditions"]["emulated"]
     assert (tmp_path / "report" / "report.html").exists()
+    for name in ("ddp", "ddp-fp16", "ddp-powersgd-4"):
+        events = json.loads((tmp_path / f"step-{name}.json").read_text())["traceEvents"]
+        found = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
+        assert sorted(found) == [(rank, name) for rank in range(2) for name in ("backward", "forward", "optimizer")]
     ddp, fp16, powersgd = document["runs"]
     for run in document["runs"]:
         assert run["bit_identical"]

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.bench.fidelity import Fidelity
+from thinwire.bench.recording import Recording
 from thinwire.cli import main
 from thinwire.cli.record import parse_steps
 from thinwire.compressors import OneBit
 from thinwire.errors import RecipeError
+from thinwire.recipes import parse_recipe
 
 RECIPES = "int8,int4,onebit,topk:0.01,dense,fp16,gather/randomk:0.1:scaled"
 
@@ -55,6 +58,12 @@ def test_what_does_not_fit_is_left_out_with_the_reason(
     assert "int8 " in text
 
 
+def test_progress_is_told_step_by_step(recorded: Path) -> None:
+    said: list[str] = []
+    Fidelity(Recording(recorded)).measure(parse_recipe("int8"), said.append)
+    assert said == [f"{doing} step {step} of 2" for doing in ("encoding", "exchanging") for step in (1, 2)]
+
+
 def test_pictures_may_be_svg(recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "replay.svg"
@@ -81,7 +90,7 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.Capture
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "none.npz")]) == 1
-    assert "none.npz: expected a recording" in capsys.readouterr().err
+    assert "none.npz: no such file; `thinwire record --out" in capsys.readouterr().err
 
 
 def test_steps() -> None:

@@ -2,6 +2,8 @@
 
 import csv
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,14 @@ import thinwire
 from thinwire import CSV, LogLine, PlanOptions, TensorBoard, hooks
 
 # --- counters -------------------------------------------------------------------------------------------------------
+
+
+def _documented_keys():
+    page = (Path(__file__).parents[2] / "docs/tracing.md").read_text()
+    table = page.partition("## Counters")[2]
+    return {
+        key for row in table.splitlines() if row.startswith("| `") for key in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
 
 
 def _counted(rank, world_size, recipe):
@@ -40,6 +50,7 @@ def test_what_is_counted_is_what_is_planned(ranks, world_size, recipe):
         assert stats["num_collectives"] == rounds <= 2 * messages
         assert stats["wire_nbytes"] == pytest.approx(planned)
         assert stats["exposed_s"] >= 0
+        assert set(stats) == _documented_keys()
         if recipe in ("int8", "topk:0.05", "gather/onebit"):
             assert set(stats["dense"].values()) == {"one-dimensional"}
             assert stats["encode_s"] > 0

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.cli import main
 from thinwire.errors import LabError
 from thinwire.lab import holder
 from thinwire.lab.counters import parse_counters
@@ -118,3 +119,19 @@ def test_a_missing_iproute2_is_named_with_its_package(monkeypatch):
     monkeypatch.setattr(holder.shutil, "which", lambda *_, **__: None)
     with pytest.raises(holder.HolderError, match="apt-get install iproute2"):
         holder.Namespaces([LinkRate(up=None, down=None)], None)
+
+
+def test_a_forgotten_unit_is_said_so():
+    with pytest.raises(LabError, match=r"'100' has no unit.*write 100mbit"):
+        parse_rate("100")
+    assert parse_rate("100000") == 10**5
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nodes", "300"], ["--nodes", "0"], ["--nodes", "x"], ["--nproc-per-node", "0"]]
+)
+def test_wrong_numbers_of_hosts_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["lab", *arguments, "--", "true"])
+    assert ended.value.code == 2
+    assert repr(arguments[1]) in capsys.readouterr().err.splitlines()[-1]

@@ -14,6 +14,7 @@ from thinwire.aggregators.buffers import BufferPool
 from thinwire.aggregators.header import MANY, bitmap, names_in, read_flags, read_header, write_flags, write_header
 from thinwire.aggregators.undo import Undo
 from thinwire.comm.rounds import AllReduce
+from thinwire.comm.tracing import span
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback, Memory, Slot
 from thinwire.kernels import DecodeBatch, EncodeBatch, active
@@ -97,6 +98,7 @@ class Message:
         rank: this rank.
         step: the training step, which keys the random streams.
         loss_scale: the factor that gradients of this rank came with.
+        name: what traces call it.
         threads: native threads per kernel call.
         buffers: where work memory comes from.
         flat: the gradients as one contiguous tensor, for messages sent uncompressed by all-reduce.
@@ -112,6 +114,7 @@ class Message:
     rank: int
     step: int = 0
     loss_scale: float = 1.0
+    name: str = ""
     threads: int = 1
     buffers: BufferPool = field(default_factory=BufferPool)
     flat: Tensor | None = None
@@ -144,12 +147,11 @@ class Message:
 
     def measure(self, section: Section, out: Tensor) -> set[str]:
         """Write the statistics of blocks that will be encoded into `out`; return the names of those not finite."""
-        started = time.perf_counter()
-        self._measured, prepared = section, self._ready(section)
-        for group, batch in prepared.batches:
-            batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
-            group.compressor.statistic_jobs(batch, group.specs, threads=self.threads)
-        self.encode_s += time.perf_counter() - started
+        with self.timed_encode():
+            self._measured, prepared = section, self._ready(section)
+            for group, batch in prepared.batches:
+                batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
+                group.compressor.statistic_jobs(batch, group.specs, threads=self.threads)
         if bool(self.statistics[self.layout.shared[0] :].isfinite().all()):
             return set()
         places = [place for group, _ in prepared.batches for place in group.places]
@@ -160,17 +162,16 @@ class Message:
 
         What feedback keeps is copied first: a step that is not finite anywhere must leave it as it was.
         """
-        started = time.perf_counter()
-        prepared = self._encodes[section] if self._measured is section else self._ready(section)
-        self._measured = None
         bad: set[str] = set()
-        for group, batch in prepared.batches:
-            batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
-            finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
-            if not all(finite):
-                pairs = zip(group.places, finite, strict=True)
-                bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
-        self.encode_s += time.perf_counter() - started
+        with self.timed_encode():
+            prepared = self._encodes[section] if self._measured is section else self._ready(section)
+            self._measured = None
+            for group, batch in prepared.batches:
+                batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
+                finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
+                if not all(finite):
+                    pairs = zip(group.places, finite, strict=True)
+                    bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
         if prepared.seen is not None and not bad:  # else all of the message is put back
             self.decode(prepared.seen, out)
             for place in prepared.seen.places:
@@ -196,16 +197,18 @@ class Message:
 
     @contextlib.contextmanager
     def timed_encode(self) -> Generator[None]:
-        """Count what an aggregator does by itself as encoding."""
+        """Count what runs inside as encoding."""
         started = time.perf_counter()
-        yield
+        with span("encode", self.name, parameters=self.layout.names):
+            yield
         self.encode_s += time.perf_counter() - started
 
     @contextlib.contextmanager
     def timed_decode(self) -> Generator[None]:
-        """Count it as decoding."""
+        """Count what runs inside as decoding."""
         started = time.perf_counter()
-        yield
+        with span("decode", self.name, parameters=self.layout.names):
+            yield
         self.decode_s += time.perf_counter() - started
 
     def note_nonfinite_means(self) -> None:
@@ -233,13 +236,12 @@ class Message:
 
     def decode(self, section: Section, data: Tensor, *, accumulate: bool = False) -> None:
         """Set the values of blocks from their bytes in `data`, or add to them."""
-        started = time.perf_counter()
-        if section not in self._decodes:
-            self._decodes[section] = self._prepare_decode(section)
-        for group, batch in self._decodes[section]:
-            batch.at(data, step=self.step, alpha=1.0 if accumulate else None)
-            group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
-        self.decode_s += time.perf_counter() - started
+        with self.timed_decode():
+            if section not in self._decodes:
+                self._decodes[section] = self._prepare_decode(section)
+            for group, batch in self._decodes[section]:
+                batch.at(data, step=self.step, alpha=1.0 if accumulate else None)
+                group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
 
     def _prepare_encode(self, section: Section) -> _Encode:
         residuals = {

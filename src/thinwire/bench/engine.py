@@ -11,6 +11,7 @@ from typing import Any
 
 from thinwire.bench.results import Events, make_document
 from thinwire.bench.settings import Settings
+from thinwire.comm.tracing import merge_traces
 from thinwire.errors import LabError
 from thinwire.lab import open_network, parse_duration, parse_rate
 
@@ -19,12 +20,18 @@ _START_S = 120.0  # for interpreters to start and data to load on a busy machine
 _SLOWEST_STEP_S = 120.0
 
 
-def run_benchmark(settings: Settings, on_event: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+def run_benchmark(
+    settings: Settings,
+    on_event: Callable[[Mapping[str, Any]], None],
+    *,
+    traces: Mapping[str, Path] | None = None,
+) -> dict[str, Any]:
     """Measure every method of ``settings`` and return the document described in ``docs/benchmarks.md``.
 
     Args:
         settings: what to run.
         on_event: called on a reader thread with every event of rank 0, and first with ``network``.
+        traces: where to write a trace of one step of all ranks, by method; needs ``settings.trace``.
 
     Raises:
         LabError: a rank failed; the message ends with its last lines.
@@ -59,6 +66,10 @@ def run_benchmark(settings: Settings, on_event: Callable[[Mapping[str, Any]], No
         # -W: a warning of torch on every rank would drown the output.
         argv = [sys.executable, "-W", "ignore", "-m", "thinwire.bench.worker", str(path)]
         result = network.start(argv, env={}, on_line=on_line).wait(timeout=_timeout_s(settings))
+        if result.ok and traces:
+            for number, method in enumerate(settings.methods):
+                ranks = [Path(folder) / f"trace-{number}-{rank}.json" for rank in range(settings.nodes)]
+                merge_traces(ranks, traces[method])
     if not errors.empty():
         raise errors.get()
     if not result.ok:

@@ -11,7 +11,7 @@ g their mean over ranks, and m what the recipe delivers for it:
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class Fidelity:
             parts = [recording.read(step, name).reshape(recording.num_ranks, -1) for name in self.shapes]
             self._gradients.append(torch.cat(parts, dim=1))
 
-    def measure(self, aggregator: Aggregator) -> dict[str, Any]:
-        """Return one row; see ``docs/gradients.md``."""
+    def measure(self, aggregator: Aggregator, on_step: Callable[[str], None] = lambda doing: None) -> dict[str, Any]:
+        """Return one row; see ``docs/gradients.md``. Says before every recorded step what it is doing."""
         params = {name: torch.empty(shape) for name, shape in self.shapes.items()}
         plan = build_plan(params.items(), lambda _: aggregator, self.recording.num_ranks)
         sent = sum(p.aggregator.up.nbytes(p.spec) for param in plan.params for p in param.partitions)
@@ -61,11 +61,11 @@ class Fidelity:
             "family": type(compressor).__module__.rpartition(".")[2],
             "feedback": aggregator.feedback is not None,
             "bits_per_element": 8 * sent / self.numel,
-            **self._one_encode(plan, aggregator),
-            **self._mean(plan),
+            **self._one_encode(plan, aggregator, on_step),
+            **self._mean(plan, on_step),
         }
 
-    def _one_encode(self, plan: Plan, aggregator: Aggregator) -> dict[str, Any]:
+    def _one_encode(self, plan: Plan, aggregator: Aggregator, on_step: Callable[[str], None]) -> dict[str, Any]:
         """Encode and decode every rank's gradients of every step, without feedback."""
         if isinstance(aggregator, Dense):
             return {"encode_error": None, "encode_s": None, "decode_s": None}
@@ -87,6 +87,7 @@ class Fidelity:
         errors: list[float] = []
         times: dict[str, float] = {"encode": math.inf, "decode": math.inf}
         for step, gradients in enumerate(self._gradients):
+            on_step(f"encoding step {step + 1} of {len(self._gradients)}")
             if compressor.statistic_reduction is not None:
                 found: list[Tensor] = []
                 for (encode, _), given in zip(batches, gradients, strict=True):
@@ -111,14 +112,15 @@ class Fidelity:
                 errors.append(_relative_error(out, x))
         return {"encode_error": _mean(errors), "encode_s": times["encode"], "decode_s": times["decode"]}
 
-    def _mean(self, plan: Plan) -> dict[str, Any]:
+    def _mean(self, plan: Plan, on_step: Callable[[str], None]) -> dict[str, Any]:
         """Run the exchange of all recorded steps, with feedback where the recipe has it."""
         lock_step = LockStep(plan, self.shapes, self._threads)
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         errors: list[float] = []
         cosines: list[float] = []
         owed, total = torch.zeros(self.numel, dtype=torch.float64), torch.zeros(self.numel, dtype=torch.float64)
-        for gradients in self._gradients:
+        for step, gradients in enumerate(self._gradients):
+            on_step(f"exchanging step {step + 1} of {len(self._gradients)}")
             ranks = [dict(zip(self.shapes, given.split(sizes), strict=True)) for given in gradients]
             values = lock_step.run(ranks)
             delivered = torch.cat([values[name] for name in self.shapes]).double()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.workloads import Workload
+from thinwire.comm.tracing import span
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step, and first touches of memory are slow
 
@@ -43,12 +44,15 @@ def timed_step(
     start = time.perf_counter()
     model.zero_grad(set_to_none=True)
     with nullcontext() if exchange else model.no_sync():
-        loss = workload.loss(model)
+        with span("forward"):
+            loss = workload.loss(model)
         forward_end = time.perf_counter()
-        loss.backward()
+        with span("backward"):
+            loss.backward()
     backward_end = time.perf_counter()
     if optimizer is not None:
-        optimizer.step()
+        with span("optimizer"):
+            optimizer.step()
     end = time.perf_counter()
     return loss.item(), forward_end - start, backward_end - forward_end, end - backward_end
 

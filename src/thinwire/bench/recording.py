@@ -94,6 +94,8 @@ class Recording:
             self.num_ranks = int(meta["num_ranks"])
             self.shapes = {str(name): tuple(map(int, shape)) for name, shape in meta["shapes"].items()}
             self.conditions: dict[str, Any] = dict(meta["conditions"])
+        except FileNotFoundError as error:
+            raise ThinwireError(f"{path}: no such file; `thinwire record --out {path}` makes a recording") from error
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, zipfile.BadZipFile) as error:
             raise self._bad(error) from error
         if not self.steps or self.num_ranks < 1 or not self.shapes:

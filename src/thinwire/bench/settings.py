@@ -36,6 +36,7 @@ class Settings:
         start_after: steps that thinwire's recipes first exchange dense.
         optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum, which ``@dgc`` recipes apply themselves).
         compute_s: of forward plus backward in a replay; None takes the model's default.
+        trace: whether ranks trace one more step with each method of the first seed, beside these settings.
     """
 
     workload: str = "gpt"
@@ -50,6 +51,7 @@ class Settings:
     start_after: int = 0
     optimizer: str = "adamw"
     compute_s: float | None = None
+    trace: bool = False
 
     def save(self, path: Path) -> None:
         """Write these settings as JSON, for the ranks."""

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bench import measure, methods
 from thinwire.bench.settings import Settings
 from thinwire.bench.workloads import Workload, make_workload
+from thinwire.comm.tracing import trace
 from thinwire.kernels import backend
 from thinwire.lab.units import parse_rate
 
@@ -38,12 +39,15 @@ def emit(event: str, **values: Any) -> None:
 class Training:
     """Trains one method and keeps what happened: losses, seconds and bytes of every step on this rank."""
 
-    def __init__(self, settings: Settings, workload: Workload, method: str, seed: int):
+    def __init__(
+        self, settings: Settings, workload: Workload, method: str, seed: int, trace_file: Path | None = None
+    ) -> None:
         self.settings, self.workload, self.method, self.seed = settings, workload, method, seed
         self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb, parse_rate(settings.rate))
         self.model = wrap(workload, seed, self.bucket_cap_mb)
         self.optimizer = workload.optimizer(self.model.parameters())
         self.attached = methods.attach(method, self.model, self.optimizer, settings.start_after)
+        self.trace_file = trace_file
         self.interface = measure.Interface()
         self.losses: list[float] = []
         self.step_s: list[float] = []
@@ -122,8 +126,11 @@ class Training:
         }
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
+        link = None if self.attached.link is None else _plain(self.attached.link.stats())
         accuracy, val_loss = self._evaluate()
         self.model.train()
+        if self.trace_file is not None:
+            self._trace(self.trace_file)
         # Right after the training it is compared with: machines grow slower and faster. The model is not used again.
         phases = measure.compute_phases(self.model, self.workload, self.optimizer, COMPUTE_STEPS)
         # The link stays open until the process ends: the model's hook still refers to it.
@@ -156,8 +163,15 @@ class Training:
                 "sent_nbytes": [mean(step) for step in zip(*(rank["sent_nbytes"] for rank in everyone), strict=True)],
                 "loss": [mean(step) for step in zip(*(r["losses"] for r in everyone), strict=True)] if learns else [],
             },
-            "link": None if self.attached.link is None else _plain(self.attached.link.stats()),
+            "link": link,
         }
+
+    def _trace(self, file: Path) -> None:
+        """Trace one step, after two that no rank enters late."""
+        for _ in range(2):
+            measure.timed_step(self.model, self.workload, self.optimizer)
+        with trace(file):
+            measure.timed_step(self.model, self.workload, self.optimizer)
 
     def _evaluate(self) -> tuple[float | None, float | None]:
         """Accuracy and mean loss on the held-out data; each rank does its share (the replicas are equal)."""
@@ -195,9 +209,11 @@ def main(path: str) -> None:
     facts = {**workload.facts(), "num_parameters": numel}
     emit("ready", facts=facts, rate_nbytes_per_s=measure.measure_rate(), torch=torch.__version__, kernels=backend())
     for seed in range(settings.seeds):
-        for method in settings.methods:
+        for number, method in enumerate(settings.methods):
             emit("method", method=method, seed=seed)
-            record = Training(settings, workload, method, seed).run()
+            # In the folder of the settings, from where the engine takes them.
+            file = Path(path).with_name(f"trace-{number}-{dist.get_rank()}.json") if settings.trace else None
+            record = Training(settings, workload, method, seed, file if seed == 0 else None).run()
             if record is not None:
                 emit("run", record=record)
             gc.collect()  # a replayed model must be gone before the next one comes

@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--compute", type=positive, help="seconds of forward plus backward in a replay")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write what every rank does in one step, for https://ui.perfetto.dev; FILE-METHOD for several methods",
+    )
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
     return parser
 
@@ -72,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
         start_after=args.start_after,
         optimizer=args.optimizer,
         compute_s=args.compute,
+        trace=args.trace is not None,
     )
-    return run_settings(settings, json_file=args.json, report=args.report)
+    return run_settings(settings, json_file=args.json, report=args.report, trace=args.trace)
 
 
-def run_settings(settings: Settings, *, json_file: str | None, report: Path | None) -> int:
+def run_settings(settings: Settings, *, json_file: str | None, report: Path | None, trace: Path | None = None) -> int:
     """Run a benchmark with live progress, show its table, write what was asked for; shared with ``demo``."""
     from thinwire.bench.engine import run_benchmark
     from thinwire.bench.progress import make_progress
@@ -86,12 +94,13 @@ def run_settings(settings: Settings, *, json_file: str | None, report: Path | No
         from thinwire.bench.plots import require_matplotlib
 
         require_matplotlib()
-    for path in (report, None if json_file in (None, "-") else Path(json_file)):
+    traces = {} if trace is None else trace_files(trace, settings.methods)
+    for path in (report, None if json_file in (None, "-") else Path(json_file), *traces.values()):
         if path is not None:
             check_writable(path, folder=path is report)
     progress = make_progress(settings)
     with progress:
-        document = run_benchmark(settings, progress.on_event)
+        document = run_benchmark(settings, progress.on_event, traces=traces)
     if json_file == "-":
         json.dump(document, sys.stdout)
         print()
@@ -103,10 +112,20 @@ def run_settings(settings: Settings, *, json_file: str | None, report: Path | No
         from thinwire.bench.report import write_report
 
         print(f"report: {write_report(document, report)}", file=sys.stderr)
+    for path in traces.values():
+        print(f"trace: {path} (open it in https://ui.perfetto.dev)", file=sys.stderr)
     different = [run["method"] for run in document["runs"] if not run["bit_identical"]]
     if different:
         print(f"thinwire: replicas differ after {', '.join(different)}", file=sys.stderr)
     return 1 if different else 0
+
+
+def trace_files(path: Path, methods: Sequence[str]) -> dict[str, Path]:
+    """Return a file per method: `path` for one, with the method's name in its own for several."""
+    if len(methods) == 1:
+        return {methods[0]: path}
+    names = {method: re.sub(r"[^\w.@+~-]+", "-", method) for method in methods}
+    return {method: path.with_name(f"{path.stem}-{name}{path.suffix}") for method, name in names.items()}
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:

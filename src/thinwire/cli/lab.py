@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.bench import check_writable
+from thinwire.cli.bench import check_writable, positive_int
 from thinwire.errors import LabError
 from thinwire.lab.clean import clean
 from thinwire.lab.network import Lab
 from thinwire.lab.run import LabResult
-from thinwire.lab.units import LinkRate, NodeRates, format_rate, parse_duration, parse_rate
+from thinwire.lab.units import MAX_NODES, LinkRate, NodeRates, format_rate, parse_duration, parse_rate
 
 DESCRIPTION = """\
 Run a torchrun-style program on N emulated hosts of this machine, joined by a network as slow as you say.
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=4, help="number of emulated hosts (default 4)")
+    add("--nodes", type=_nodes, default=4, help="number of emulated hosts (default 4)")
     add(
         "--rate",
         type=_argument(parse_rates),
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="100mbit, up:down, or a comma list with one per node",
     )
     add("--latency", type=_argument(parse_duration), metavar="TIME", help="one-way delay between any two hosts: 5ms")
-    add("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on each host (default 1)")
+    add("--nproc-per-node", type=positive_int, default=1, metavar="N", help="ranks on each host (default 1)")
     add(
         "--rate-after",
         type=_argument(parse_rate_change),
@@ -151,6 +151,13 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def _nodes(text: str) -> int:
+    nodes = positive_int(text)
+    if nodes > MAX_NODES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_NODES} hosts, got {text!r}")
+    return nodes
 
 
 def _interrupt(*_: object) -> None:

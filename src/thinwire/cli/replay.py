@@ -65,9 +65,13 @@ def run(args: argparse.Namespace) -> int:
     left_out: dict[str, str] = {}
     with open_table(COLUMNS, table_file(args.json)) as table:
         for aggregator in recipes:
-            table.status(f"replaying {aggregator.recipe()}")
+            recipe = aggregator.recipe()
+
+            def on_step(doing: str, recipe: str = recipe) -> None:
+                table.status(f"{recipe}: {doing}")
+
             try:
-                rows.append(fidelity.measure(aggregator))
+                rows.append(fidelity.measure(aggregator, on_step))
             except ThinwireError as error:  # it does not fit these gradients
                 left_out[aggregator.recipe()] = str(error)
                 continue

@@ -33,6 +33,7 @@ from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
+from thinwire.comm.tracing import span
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
 
@@ -160,18 +161,22 @@ def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.Proc
     outcome, rank = Outcome(), dist.get_rank(group)
     for position, transfer in enumerate(exchange):
         check_round(transfer.round, schedule[position] if position < len(schedule) else None, position, rank)
-        _timed(transfer, group, None, rank, outcome)
+        _timed(transfer, group, None, rank, outcome, "")
     if outcome.num_collectives < len(schedule):
         check_round(None, schedule[outcome.num_collectives], outcome.num_collectives, rank)
     outcome.finished_s = time.perf_counter()
     return outcome
 
 
-def _timed(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None, rank: int, outcome: Outcome) -> None:
-    started = time.perf_counter()
-    perform(transfer, group, mesh)
-    outcome.transport_s += time.perf_counter() - started
-    outcome.sent_nbytes += transfer.round.sent_nbytes(rank)
+def _timed(
+    transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None, rank: int, outcome: Outcome, name: str
+) -> None:
+    sent_nbytes, kind = transfer.round.sent_nbytes(rank), type(transfer.round).__name__
+    with span("transport", f"{name} {kind}", round=outcome.num_collectives, sent_nbytes=sent_nbytes):
+        started = time.perf_counter()
+        perform(transfer, group, mesh)
+        outcome.transport_s += time.perf_counter() - started
+    outcome.sent_nbytes += sent_nbytes
     outcome.num_collectives += 1
 
 
@@ -181,6 +186,7 @@ class _Ticket:
 
     exchange: Exchange
     schedule: tuple[Round, ...]
+    name: str
     done: Future[Outcome] = field(default_factory=lambda: Future[Outcome]())
     outcome: Outcome = field(default_factory=Outcome)
     position: int = 0
@@ -242,15 +248,15 @@ class OverlappedDriver:
         if meshes and len(ranks) > 1:
             agree_on_pieces(meshes, store)
 
-    def submit(self, exchange: Exchange, schedule: tuple[Round, ...]) -> "Future[Outcome]":
-        """Queue an exchange; call in the same order on every rank.
+    def submit(self, exchange: Exchange, schedule: tuple[Round, ...], name: str = "") -> "Future[Outcome]":
+        """Queue an exchange; call in the same order on every rank. Traces call it by its name.
 
         Returns:
             A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
         """
         if not self._lanes:
             raise AttachError("the link is closed: attach again, to a freshly wrapped model, to go on training")
-        ticket = _Ticket(exchange, schedule, ready=[threading.Event() for _ in schedule])
+        ticket = _Ticket(exchange, schedule, name, ready=[threading.Event() for _ in schedule])
         with self._lock:
             if self._error is not None:
                 ticket.done.set_exception(self._error)
@@ -293,7 +299,8 @@ class OverlappedDriver:
     def _advance(self, ticket: _Ticket) -> None:
         """Run an exchange up to its next round, in a pool thread."""
         try:
-            transfer = next(ticket.exchange, None)
+            with span("exchange", ticket.name, round=ticket.position):
+                transfer = next(ticket.exchange, None)
             expected = ticket.schedule[ticket.position] if ticket.position < len(ticket.schedule) else None
             check_round(None if transfer is None else transfer.round, expected, ticket.position, self.rank)
         except BaseException as error:
@@ -312,14 +319,15 @@ class OverlappedDriver:
 
     def _run_round(self, ticket: _Ticket, position: int, lane: Lane) -> None:
         """Perform one round, in the lane's thread."""
-        ticket.ready[position].wait()
+        with span("wait", ticket.name, round=position):
+            ticket.ready[position].wait()
         if self._error is not None:
             self._settle(ticket, self._error)
             return
         transfer, ticket.transfer = ticket.transfer, None
         assert transfer is not None
         try:
-            _timed(transfer, lane.group, lane.mesh, self.rank, ticket.outcome)
+            _timed(transfer, lane.group, lane.mesh, self.rank, ticket.outcome, ticket.name)
         except MeshClosedError as error:
             self.fail(error)  # no news: the exchange has failed before, or the program ends
             return

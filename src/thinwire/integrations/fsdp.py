@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.aggregators import BufferPool, Message, ReduceScatter
 from thinwire.comm.process_group import OverlappedDriver, common_group
+from thinwire.comm.tracing import title
 from thinwire.errors import AttachError, NonFiniteError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.fsdp_groups import ShardGroup, shard_groups, shard_process_group
@@ -105,7 +106,9 @@ class ShardLink:
             for block in message.blocks:
                 if (feedback := block.partition.aggregator.feedback) is not None:
                     block.residual_scale = feedback.residual_scale(1.0)
-        done = [self._driver.submit(ReduceScatter.exchange(m), m.layout.rounds) for m in messages]
+        for i, message in enumerate(messages):
+            message.name = title(f"group {which}.{i}", message.layout.names)
+        done = [self._driver.submit(ReduceScatter.exchange(m), m.layout.rounds, m.name) for m in messages]
         try:
             outcomes = [future.result() for future in done]
         except BaseException as error:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
 from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
+from thinwire.comm.tracing import span, title
 from thinwire.errors import LossScaleError, LostGradientError, NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
@@ -153,7 +154,7 @@ class Link:
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
         """Return per-step means since attach (or the last reset), and what stayed dense and why.
 
-        See `StepStats` for the numbers; besides: `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
+        Keys: those of `StepStats`, and `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
         undo copies, and the float32 copies of buckets of another dtype),
         `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
         gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
@@ -235,6 +236,10 @@ class Link:
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket; DDP's communication hook."""
+        with span("hook", f"bucket {bucket.index()}", raw_nbytes=bucket.buffer().nbytes):
+            return self._exchange(bucket)
+
+    def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._step = None  # what is left of a backward pass that did not get to its last bucket
         step = self._step or self._begin_step()
@@ -261,9 +266,10 @@ class Link:
             step.last_submitted_s = time.perf_counter()
         if bucket.is_last():
             self._close_step()
-        for message in messages:
+        for i, message in enumerate(messages):
+            message.name = title(f"bucket {bucket.index()}.{i}", message.layout.names)
             kind = type(message.layout.partitions[0].aggregator)
-            done = self._driver.submit(kind.exchange(message), message.layout.rounds)
+            done = self._driver.submit(kind.exchange(message), message.layout.rounds, message.name)
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 

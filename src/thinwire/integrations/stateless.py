@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.aggregators import Block, BufferPool, Message
 from thinwire.comm.process_group import Outcome, OverlappedDriver, common_group
+from thinwire.comm.tracing import title
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.link import unwrap
 from thinwire.integrations.sparse import sum_sparse
@@ -63,9 +64,10 @@ class StatelessHook:
                 for layout, starts in zip(plan.layouts, plan.starts, strict=True)
             ]
         countdown = _Countdown(len(messages), raw, buffer, work)
-        for message in messages:
+        for i, message in enumerate(messages):
+            message.name = title(f"bucket {bucket.index()}.{i}", message.layout.names)
             exchange = type(message.layout.partitions[0].aggregator).exchange(message)
-            driver.submit(exchange, message.layout.rounds).add_done_callback(countdown)
+            driver.submit(exchange, message.layout.rounds, message.name).add_done_callback(countdown)
         return raw.then(unwrap)
 
     def _plan(self, bucket: dist.GradBucket, buffer: Tensor, world_size: int) -> BucketPlan:

@@ -54,6 +54,10 @@ def parse_rate(rate: Rate) -> int | None:
     else:
         bits = float(rate)
     if not 1000 <= bits <= 10**12:
+        if isinstance(rate, str) and rate.strip().isdecimal() and bits < 1000:
+            raise LabError(
+                f"{rate!r} has no unit, so it is bit/s, and a rate is at least 1kbit: write {rate.strip()}mbit"
+            )
         raise LabError(f"a rate lies between 1kbit and 1000gbit, got {rate!r}; None is unshaped")
     return round(bits)
 
