@@ -1,7 +1,8 @@
-"""Train a small classifier on scikit-learn's digits with FSDP2, its gradients compressed by thinwire.
+"""Train a small classifier on scikit-learn's digits with FSDP2, its gradients, and weights, compressed by thinwire.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py            # the default recipe, int4
     torchrun --nproc-per-node 2 examples/train_fsdp.py topk:0.01  # any other
+    torchrun --nproc-per-node 2 examples/train_fsdp.py int4 int8  # weights, too, on their way to all ranks
 
 The lines marked `thinwire` are all that differs from a plain FSDP2 script.
 """
@@ -19,7 +20,7 @@ import thinwire  # thinwire
 EPOCHS, BATCH, HELD_OUT = 10, 64, 297
 
 
-def main(recipe: str) -> None:
+def main(recipe: str, weights: str | None) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -34,7 +35,7 @@ def main(recipe: str) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    link = thinwire.attach(model, recipe)  # thinwire
+    link = thinwire.attach(model, recipe, weights=weights)  # thinwire
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     if rank == 0:
@@ -58,4 +59,4 @@ def main(recipe: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "int4")
+    main(sys.argv[1] if len(sys.argv) > 1 else "int4", sys.argv[2] if len(sys.argv) > 2 else None)

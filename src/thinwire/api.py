@@ -17,6 +17,7 @@ from thinwire.plan import PlanOptions
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+    from thinwire.compressors import Compressor
     from thinwire.integrations.fsdp import ShardLink
     from thinwire.integrations.fsdp_plan import Recipe as ShardRecipe
 
@@ -26,6 +27,7 @@ def attach(
     model: "FSDPModule",
     recipe: "ShardRecipe",
     *,
+    weights: "str | Compressor | None" = None,
     options: PlanOptions | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
@@ -39,6 +41,7 @@ def attach(
     model: nn.Module,
     recipe: Recipe,
     *,
+    weights: "str | Compressor | None" = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -56,6 +59,7 @@ def attach(
     model: "nn.Module | FSDPModule",
     recipe: "Recipe | ShardRecipe",
     *,
+    weights: "str | Compressor | None" = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -74,11 +78,15 @@ def attach(
 
     Args:
         model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
-            compressed, without `optimizer`, `scaler`, `start_after`, `check_replicas_every` and `loggers`.
+            compressed, and with `weights` their all-gathers, without `optimizer`, `scaler`, `start_after`,
+            `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
             int4").
+        weights: of a `fully_shard` model only: a compressor, or its recipe without feedback ("int8", "fp16",
+            "int4:rotation=32"), by which shards of weights travel to all ranks. Forward and backward passes then
+            compute with what is decoded; the shards themselves stay exact. None leaves the all-gathers to FSDP2.
         optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it. With
             `MomentumCorrection` it is checked to have no momentum of its own.
         scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
@@ -133,6 +141,7 @@ def attach(
         return make_shard_link(
             model,  # type: ignore[arg-type]
             recipe,  # type: ignore[arg-type]
+            weights=weights,
             options=options,
             on_nonfinite=on_nonfinite,
             threads=threads,
@@ -140,6 +149,11 @@ def attach(
             timeout=timeout,
         )
     assert isinstance(model, nn.Module)
+    if weights is not None:
+        raise AttachError(
+            f"weights={weights!r}: only a fully_shard model sends its weights, expected attach without, got a "
+            f"{type(model).__name__}"
+        )
     link = make_link(
         model,
         recipe,  # type: ignore[arg-type]

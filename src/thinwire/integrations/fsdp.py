@@ -1,19 +1,21 @@
-"""FSDP2 (`fully_shard`): gradients compressed on their way to the rank that keeps their shard."""
+"""FSDP2 (`fully_shard`): gradients compressed on their way to their shards, weights on theirs to all ranks."""
 
 # pyright: reportPrivateUsage=false
 
 import datetime
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.aggregators import BufferPool, Message, ReduceScatter
+from thinwire.aggregators import Block, BufferPool, Message, MessageLayout, ReduceScatter, ShardAllGather
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.comm.tracing import title
+from thinwire.comm.rounds import Exchange
+from thinwire.compressors import Compressor
 from thinwire.errors import AttachError, NonFiniteError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.fsdp_groups import ShardGroup, shard_groups, shard_process_group
@@ -27,7 +29,7 @@ class ShardLink:
     """What `attach` returns for a `fully_shard` model.
 
     Attributes:
-        plan: every partition of every gradient; `print(link.plan)`.
+        plan: every partition of every gradient, and of weights if they are compressed; `print(link.plan)`.
         state: residuals and the step.
     """
 
@@ -35,27 +37,31 @@ class ShardLink:
         self,
         plan: ShardPlan,
         groups: list[ShardGroup],
+        gathered: list[ShardGroup],
         driver: OverlappedDriver,
         world_size: int,
         on_nonfinite: str,
         threads: int,
     ) -> None:
-        self.plan, self._driver, self._groups = plan, driver, groups
+        self.plan, self._driver, self._groups, self._gathered = plan, driver, groups, gathered
         self.world_size, self.on_nonfinite, self.threads = world_size, on_nonfinite, threads
         shapes = {p.name: torch.empty(p.shape, device="meta") for group in groups for p in group.params}
         self.state = State(plan.gradients, shapes, driver.rank)
         self.buffers = BufferPool()
-        # Groups work one after the other, on the same memory: (numel of the largest,) float32.
-        self.work = torch.empty(world_size * max((g.shard_numel for g in groups), default=0), dtype=torch.float32)
+        # Groups work one after the other, weights and gradients, on the same memory: (numel of the largest,) float32.
+        largest = max((group.shard_numel for group in (*groups, *gathered)), default=0)
+        self.work = torch.empty(world_size * largest, dtype=torch.float32)
         self._failed: BaseException | None = None
         self._reduced: set[int] = set()  # groups that were reduced in the step under way
         self._num_steps, self._totals = 0, StepStats()
+        self._num_gathers, self._weights = 0, StepStats()
 
     def stats(self) -> dict[str, Any]:
         """Return means per step: `raw_nbytes`, `wire_nbytes`, `num_collectives`, `encode_s`, `transport_s`, `decode_s`.
 
-        Of compressed groups only. Besides: `steps`, `work_nbytes`, `residual_nbytes`, and `dense`, a map from parameter
-        name to the reason.
+        Of the gradients of compressed groups only. Besides: `steps`, `work_nbytes`, `residual_nbytes`, and `dense`, a
+        map from parameter name to the reason. Of compressed weights, in all and not per step, since evaluation gathers
+        them too: `weight_gathers` (of one group each), `weight_raw_nbytes`, `weight_wire_nbytes`.
         """
         steps = max(1, self._num_steps)
         keys = ("raw_nbytes", "wire_nbytes", "num_collectives", "encode_s", "transport_s", "decode_s")
@@ -64,6 +70,9 @@ class ShardLink:
             **{key: getattr(self._totals, key) / steps for key in keys},
             "work_nbytes": self.buffers.allocated_nbytes + self.work.nbytes,
             "residual_nbytes": self.state.nbytes,
+            "weight_gathers": self._num_gathers,
+            "weight_raw_nbytes": self._weights.raw_nbytes,
+            "weight_wire_nbytes": self._weights.wire_nbytes,
             "dense": {param.info.name: param.reason for param in self.plan.gradients.params if param.reason},
         }
 
@@ -87,10 +96,13 @@ class ShardLink:
         self._reduced.clear()
 
     def close(self) -> None:
-        """Give FSDP2 its own reduce-scatters back and leave the process groups. Collective."""
+        """Give FSDP2 its own collectives back and leave the process groups. Collective."""
         for group in self._groups:
             if isinstance(group.inner._reduce_scatter_comm, _GroupExchange):
                 group.module.set_custom_reduce_scatter(group.inner._reduce_scatter_comm.before)
+        for group in self._gathered:
+            if isinstance(group.inner._all_gather_comm, _WeightGather):
+                group.module.set_custom_all_gather(group.inner._all_gather_comm.before)
         self._driver.close()
 
     def run(self, which: int, messages: list[Message]) -> None:
@@ -106,9 +118,33 @@ class ShardLink:
             for block in message.blocks:
                 if (feedback := block.partition.aggregator.feedback) is not None:
                     block.residual_scale = feedback.residual_scale(1.0)
+        self._perform(f"group {which}", messages, ReduceScatter.exchange, self._totals)
+        self._check_finite(
+            messages,
+            "gradient",
+            "its message's residuals are as before. FSDP2 is left inside a backward pass: go on from a checkpoint, or "
+            "pass on_nonfinite='warn' to get nan in .grad instead",
+        )
+
+    def gather(self, messages: list[Message], step: int) -> None:
+        """Bring the weights of one group to all ranks, and return when they are there."""
+        for message in messages:
+            message.begin(step)
+        self._num_gathers += 1
+        self._perform("weights", messages, ShardAllGather.exchange, self._weights)
+        self._check_finite(
+            messages,
+            "weight",
+            "training has diverged: go on from a checkpoint, or pass on_nonfinite='warn' to compute with nan in the "
+            "weights of its message instead",
+        )
+
+    def _perform(
+        self, what: str, messages: list[Message], exchange: Callable[[Message], Exchange], totals: StepStats
+    ) -> None:
         for i, message in enumerate(messages):
-            message.name = title(f"group {which}.{i}", message.layout.names)
-        done = [self._driver.submit(ReduceScatter.exchange(m), m.layout.rounds, m.name) for m in messages]
+            message.name = title(f"{what}.{i}", message.layout.names)
+        done = [self._driver.submit(exchange(m), m.layout.rounds, m.name) for m in messages]
         try:
             outcomes = [future.result() for future in done]
         except BaseException as error:
@@ -116,17 +152,19 @@ class ShardLink:
             raise
         for message, outcome in zip(messages, outcomes, strict=True):
             message.forget()
-            self._totals.add(message, outcome)
+            totals.add(message, outcome)
+
+    def _check_finite(self, messages: list[Message], what: str, advice: str) -> None:
+        """Raise, or warn, on all ranks alike, if a message holds inf or nan."""
         nonfinite = sorted({one for message in messages for one in message.nonfinite})
         if nonfinite and self.on_nonfinite == "raise":
             rank, name = nonfinite[0]
             raise NonFiniteError(
-                f"the gradient of {name!r} on {'several ranks' if rank < 0 else f'rank {rank}'} holds inf or nan: all "
-                "ranks raise, and its message's residuals are as before. FSDP2 is left inside a backward pass: go on "
-                "from a checkpoint, or pass on_nonfinite='warn' to get nan in .grad instead"
+                f"the {what} of {name!r} on {'several ranks' if rank < 0 else f'rank {rank}'} holds inf or nan: all "
+                f"ranks raise, and {advice}"
             )
         if nonfinite:
-            logging.getLogger("thinwire").warning("inf or nan in the gradients of %s: nan delivered", nonfinite)
+            logging.getLogger("thinwire").warning("inf or nan in the %ss of %s: nan delivered", what, nonfinite)
 
 
 class _GroupExchange:
@@ -164,7 +202,8 @@ class _GroupExchange:
                 "call model.set_reduce_scatter_unused_params(True); after (un)freezing some, close and attach again"
             )
         if self._messages is None:
-            self._messages = self._lay_out(work)
+            layouts = link.plan.layouts([param.name for param in ours.params])
+            self._messages = _messages(link, ours, layouts, work, self._rank)
         work.copy_(input_tensor)
         link.run(self._which, self._messages)
         own = work[self._rank * ours.shard_numel : (self._rank + 1) * ours.shard_numel]
@@ -172,33 +211,73 @@ class _GroupExchange:
             own.div_(link.world_size)  # once, and here: FSDP2 divides only sums
         output_tensor.copy_(own)
 
-    def _lay_out(self, work: Tensor) -> list[Message]:
-        link, group = self._link, self._group
-        params = {param.name: param for param in group.params}
-        messages: list[Message] = []
-        for layout in link.plan.layouts([param.name for param in group.params]):
-            blocks = []
-            for part in layout.partitions:
-                param = params[part.name]
-                first, _ = param.chunk(part.owner, link.world_size)
-                at = part.owner * group.shard_numel + param.start + part.offset - first
-                slots = link.plan.gradients.by_name[part.name].slots
-                blocks.append(link.state.block(part, work[at : at + part.numel], slots))
-            messages.append(Message(layout, blocks, self._rank, threads=link.threads, buffers=link.buffers))
-        return messages
+
+class _WeightGather:
+    """FSDP2's custom all-gather for one group."""
+
+    def __init__(self, link: ShardLink, group: ShardGroup, rank: int) -> None:
+        self.before = group.inner._all_gather_comm
+        self._link, self._group, self._rank = link, group, rank
+        self._step = 0  # keys the random streams; that of the last forward pass
+        self._messages: list[Message] | None = None  # made in the first step
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that FSDP2 may keep."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather (shard,) to (world_size * shard,). Synchronous: all is there on return."""
+        ours, link = self._group, self._link
+        work = link.work[: link.world_size * ours.shard_numel]
+        if (input_tensor.numel(), output_tensor.numel()) != (ours.shard_numel, work.numel()) or (
+            input_tensor.dtype != ours.dtype
+        ):
+            raise AttachError(
+                f"expected {ours.shard_numel} weights of {ours.dtype} for {ours.params[0].name!r} and others of its "
+                f"group, got {input_tensor.numel()} of {input_tensor.dtype}: close and attach again after changing them"
+            )
+        if self._messages is None:
+            layouts = link.plan.weight_layouts([param.name for param in ours.params])
+            self._messages = _messages(link, ours, layouts, work, self._rank)
+        # The backward pass must see the weights of the forward pass, but other groups may have been reduced since.
+        if not ours.in_backward:
+            self._step = link.state.step
+        work[self._rank * ours.shard_numel : (self._rank + 1) * ours.shard_numel].copy_(input_tensor)
+        link.gather(self._messages, self._step)
+        output_tensor.copy_(work)  # `input_tensor` is a part of it: this rank, too, takes what it has sent
+
+
+def _messages(
+    link: ShardLink, group: ShardGroup, layouts: Sequence[MessageLayout], work: Tensor, rank: int
+) -> list[Message]:
+    """Return messages whose values lie in `work` as FSDP2's flat buffer has them."""
+    params = {param.name: param for param in group.params}
+    messages: list[Message] = []
+    for layout in layouts:
+        blocks: list[Block] = []
+        for part in layout.partitions:
+            param = params[part.name]
+            first, _ = param.chunk(part.owner, link.world_size)
+            at = part.owner * group.shard_numel + param.start + part.offset - first
+            blocks.append(link.state.block(part, work[at : at + part.numel], part.aggregator.slots))
+        messages.append(Message(layout, blocks, rank, threads=link.threads, buffers=link.buffers))
+    return messages
 
 
 def make_shard_link(
     model: nn.Module,
     recipe: Recipe,
     *,
+    weights: str | Compressor | None = None,
     options: PlanOptions | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ShardLink:
-    """Plan a `fully_shard` model on all ranks and take over its reduce-scatters. Collective.
+    """Plan a `fully_shard` model on all ranks and take over its reduce-scatters, and all-gathers. Collective.
 
     See `thinwire.attach` for arguments and errors.
     """
@@ -207,6 +286,7 @@ def make_shard_link(
     workers = max(1, min(4, torch.get_num_threads()) if workers is None else workers)
     driver = OverlappedDriver(group, num_rounds=2, workers=workers, timeout=timeout)
     groups: list[ShardGroup] = []
+    gathered: list[ShardGroup] = []
 
     def build() -> ShardPlan:
         if on_nonfinite not in ("raise", "warn"):
@@ -214,7 +294,9 @@ def make_shard_link(
         if threads < 1:
             raise AttachError(f"expected at least one thread, got {threads}")
         groups.extend(shard_groups(model, world_size))
-        return build_shard_plan(groups, recipe, world_size, options)
+        if weights is not None:
+            gathered.extend(shard_groups(model, world_size, weights=True))
+        return build_shard_plan(groups, recipe, world_size, options, weights=weights, gathered=gathered)
 
     try:
         plan = agree(build, driver.control, [f"on_nonfinite={on_nonfinite!r}"])
@@ -222,7 +304,10 @@ def make_shard_link(
         driver.close()
         raise
     compressed = [g for g in groups if tuple(p.name for p in g.params) in plan.groups]
-    link = ShardLink(plan, compressed, driver, world_size, on_nonfinite, threads)
+    takes = [g for g in gathered if tuple(p.name for p in g.params) in plan.weight_groups]
+    link = ShardLink(plan, compressed, takes, driver, world_size, on_nonfinite, threads)
     for which, one in enumerate(compressed):
         one.module.set_custom_reduce_scatter(_GroupExchange(link, which, one, driver.rank))
+    for one in takes:
+        one.module.set_custom_all_gather(_WeightGather(link, one, driver.rank))
     return link

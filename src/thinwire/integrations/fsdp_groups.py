@@ -1,4 +1,4 @@
-"""What FSDP2 shards, and where it lies in the flat buffers of its reduce-scatters; what cannot be served is refused.
+"""What FSDP2 shards, and where it lies in the flat buffers of its collectives; what cannot be served is refused.
 
 All of torch's private names that thinwire needs for FSDP2 are in this file.
 """
@@ -7,6 +7,7 @@ All of torch's private names that thinwire needs for FSDP2 are in this file.
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from thinwire.errors import AttachError
 
 @dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """A parameter that trains, whole.
+    """A parameter, whole.
 
     Attributes:
         name: qualified name.
@@ -43,13 +44,13 @@ class ShardedParam:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
-    """The parameters whose gradients FSDP2 reduces together.
+    """The parameters whose gradients FSDP2 reduces together, or which it gathers together.
 
     Attributes:
         module: the module that was passed to `fully_shard`.
         inner: torch's own parameter group.
-        params: in the order of the flat buffer, without the frozen ones.
-        dtype: of the gradients on their way.
+        params: in the order of the flat buffer; without the frozen ones where gradients are reduced.
+        dtype: of the gradients, or of the weights, on their way.
         shard_numel: elements of one rank's part of the flat buffer, padding included.
     """
 
@@ -58,6 +59,11 @@ class ShardGroup:
     params: tuple[ShardedParam, ...]
     dtype: torch.dtype
     shard_numel: int
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP2 gathers these parameters, or prefetches them, for a backward pass."""
+        return self.inner._training_state.name == "PRE_BACKWARD"
 
 
 def shard_process_group(model: nn.Module) -> dist.ProcessGroup:
@@ -75,8 +81,8 @@ def shard_process_group(model: nn.Module) -> dist.ProcessGroup:
     )
 
 
-def shard_groups(model: nn.Module, world_size: int) -> list[ShardGroup]:
-    """Return the groups of a `fully_shard` model that have parameters to train.
+def shard_groups(model: nn.Module, world_size: int, *, weights: bool = False) -> list[ShardGroup]:
+    """Return the groups of a `fully_shard` model that have parameters to train; with `weights` all, as gathered.
 
     Raises:
         AttachError: something that torch or this version cannot do, with what to do instead.
@@ -101,7 +107,8 @@ def shard_groups(model: nn.Module, world_size: int) -> list[ShardGroup]:
                 "custom reduce-scatter for all: expected one mesh"
             )
         for inner in found:
-            group = _group(path or "the model", module, inner, names, world_size)
+            make = _weights if weights else _gradients
+            group = make(path or "the model", module, inner, names, world_size)
             if group.params and all(group.inner is not other.inner for other in groups):
                 groups.append(group)
     return groups
@@ -123,23 +130,51 @@ def _check_param(name: str, param: DTensor, world_size: int) -> None:
         raise AttachError(f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo")
 
 
-def _group(path: str, module: Any, inner: Any, names: dict[int, str], world_size: int) -> ShardGroup:
+def _gradients(path: str, module: Any, inner: Any, names: dict[int, str], world_size: int) -> ShardGroup:
     if type(inner._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
         raise AttachError(
             f"{path} has a custom reduce-scatter already ({type(inner._reduce_scatter_comm).__name__}), and FSDP2 "
             "takes only one: attach once, or close the other link first"
         )
-    params: list[ShardedParam] = []
-    dtypes: set[torch.dtype] = set()
-    start = 0
-    for one in inner.fsdp_params:
-        param = one.sharded_param
-        if not param.requires_grad:
-            continue
-        shape = tuple(param.shape)
-        params.append(ShardedParam(names[id(param)], shape, start))
-        dtypes.add(inner.mp_policy.reduce_dtype or inner.mp_policy.param_dtype or param.dtype)
-        start += -(-shape[0] // world_size) * math.prod(shape[1:])
+    trained = [one for one in inner.fsdp_params if one.sharded_param.requires_grad]
+    policy = inner.mp_policy
+    dtypes = {policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype for one in trained}
     if len(dtypes) > 1:
         raise AttachError(f"{path}: expected gradients of one dtype, got {sorted(map(str, dtypes))}")
-    return ShardGroup(module, inner, tuple(params), dtypes.pop() if dtypes else torch.float32, start)
+    return ShardGroup(module, inner, *_flat(trained, names, dtypes, world_size))
+
+
+def _weights(path: str, module: Any, inner: Any, names: dict[int, str], world_size: int) -> ShardGroup:
+    if type(inner._all_gather_comm).__name__ != "DefaultAllGather":
+        raise AttachError(
+            f"{path} has a custom all-gather already ({type(inner._all_gather_comm).__name__}), and FSDP2 takes only "
+            "one: attach once, or close the other link first"
+        )
+    if inner._use_post_forward_mesh:
+        raise AttachError(
+            f"{path}: after the forward pass its weights are sharded over fewer ranks, and gathered from those; "
+            "expected reshard_after_forward True or False with weights="
+        )
+    for one in inner.fsdp_params:
+        if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
+            raise AttachError(
+                f"{names[id(one.sharded_param)]} is a {type(one._sharded_local_tensor).__name__}, which says itself "
+                "what is gathered of it (fsdp_pre_all_gather): expected a plain tensor with weights="
+            )
+    dtypes = {inner.mp_policy.param_dtype or one.sharded_param.dtype for one in inner.fsdp_params}
+    if len(dtypes) > 1:
+        raise AttachError(f"{path}: expected weights of one dtype, got {sorted(map(str, dtypes))}")
+    return ShardGroup(module, inner, *_flat(inner.fsdp_params, names, dtypes, world_size))
+
+
+def _flat(
+    found: Sequence[Any], names: dict[int, str], dtypes: set[torch.dtype], world_size: int
+) -> tuple[tuple[ShardedParam, ...], torch.dtype, int]:
+    """Return the parameters with their places, their dtype, and the elements of one rank's part."""
+    params: list[ShardedParam] = []
+    start = 0
+    for one in found:
+        shape = tuple(one.sharded_param.shape)
+        params.append(ShardedParam(names[id(one.sharded_param)], shape, start))
+        start += -(-shape[0] // world_size) * math.prod(shape[1:])
+    return tuple(params), next(iter(dtypes), torch.float32), start

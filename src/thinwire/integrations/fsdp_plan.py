@@ -1,4 +1,4 @@
-"""A plan for sharded gradients: partitions lie inside one rank's chunk of one parameter, and that rank owns them."""
+"""A plan for sharded models: partitions lie inside one rank's chunk of one parameter, and that rank owns them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,34 +6,44 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.aggregators import Dense, MessageLayout, Partition, ReduceScatter, TwoShot
-from thinwire.compressors import Cast
+from thinwire.aggregators import Dense, MessageLayout, Partition, ReduceScatter, ShardAllGather, TwoShot
+from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.integrations.fsdp_groups import ShardedParam, ShardGroup
 from thinwire.plan import Patterns, Plan, PlannedParam, PlanOptions, Policy, build_plan
 from thinwire.random import parameter_key
+from thinwire.recipes import parse_compressor
 
 Recipe = str | TwoShot | Dense | dict[str, str] | Patterns | Policy
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Every partition of every gradient, with compressor, feedback, owner and bytes.
+    """Every partition of every gradient, and of weights if these are compressed, with compressor, owner and bytes.
 
     `print(plan)` shows a table; `digest` is equal on two ranks iff they would send the same bytes in the same order.
 
     Attributes:
         gradients: the partitions.
         groups: names of the parameters that FSDP2 reduces together, for the groups in which anything is compressed.
+        weights: the partitions of the weights; None where FSDP2 gathers them itself.
+        weight_groups: names of the parameters that FSDP2 gathers together, likewise.
     """
 
     gradients: Plan
     groups: tuple[tuple[str, ...], ...]
+    weights: Plan | None = None
+    weight_groups: tuple[tuple[str, ...], ...] = ()
 
     def layouts(self, names: Sequence[str]) -> list[MessageLayout]:
-        """Return the messages of one group."""
+        """Return the messages of one group's gradients."""
         return self.gradients.messages(names)
+
+    def weight_layouts(self, names: Sequence[str]) -> list[MessageLayout]:
+        """Return the messages of one group's weights."""
+        assert self.weights is not None
+        return self.weights.messages(names)
 
     @property
     def raw_nbytes(self) -> int:
@@ -52,6 +62,20 @@ class ShardPlan:
         busiest = max(self.sent_nbytes(rank) for rank in range(world_size))
         return (world_size - 1) / world_size * raw / busiest if busiest else 1.0
 
+    def sent_weight_nbytes(self, rank: int) -> int:
+        """Return the payload bytes that `rank` sends when all groups of compressed weights are gathered once."""
+        return sum(r.sent_nbytes(rank) for ns in self.weight_groups for m in self.weight_layouts(ns) for r in m.rounds)
+
+    @property
+    def weight_compression_ratio(self) -> float:
+        """Bytes that FSDP2's all-gathers of these groups would send over those of the busiest rank."""
+        if self.weights is None:
+            return 1.0
+        world_size, by_name = self.weights.world_size, self.weights.by_name
+        raw = sum(by_name[name].info.nbytes for names in self.weight_groups for name in names)
+        busiest = max(self.sent_weight_nbytes(rank) for rank in range(world_size))
+        return (world_size - 1) / world_size * raw / busiest if busiest else 1.0
+
     @property
     def residual_nbytes(self) -> int:
         """Memory of the residuals on every rank: float32, of whole gradients, whatever the number of ranks."""
@@ -59,7 +83,13 @@ class ShardPlan:
 
     def lines(self) -> list[str]:
         """Return all that must agree between ranks, one fact a line."""
-        return [*self.gradients.lines(), *(f"group {', '.join(names)}" for names in self.groups)]
+        weights = [] if self.weights is None else [f"weights: {line}" for line in self.weights.lines()]
+        return [
+            *self.gradients.lines(),
+            *(f"group {', '.join(names)}" for names in self.groups),
+            *weights,
+            *(f"weights: group {', '.join(names)}" for names in self.weight_groups),
+        ]
 
     @property
     def digest(self) -> str:
@@ -69,15 +99,30 @@ class ShardPlan:
     def __str__(self) -> str:
         table = str(self.gradients).rsplit("\n", 1)[0]
         busiest = max(self.sent_nbytes(rank) for rank in range(self.gradients.world_size))
-        return (
+        gradients = (
             f"{table}\n{self.gradients.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {busiest:,} sent per "
             f"step by the busiest rank in {len(self.groups)} compressed groups: {self.compression_ratio:.1f}x less "
             f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank"
         )
+        if self.weights is None:
+            return gradients
+        table = str(self.weights).rsplit("\n", 1)[0]
+        busiest = max(self.sent_weight_nbytes(rank) for rank in range(self.weights.world_size))
+        return (
+            f"{gradients}\n\nweights\n{table}\n{self.weights.raw_nbytes:,} bytes of weights, {busiest:,} sent by the "
+            f"busiest rank each time {len(self.weight_groups)} compressed groups are gathered: "
+            f"{self.weight_compression_ratio:.1f}x less than their all-gathers"
+        )
 
 
 def build_shard_plan(
-    groups: Sequence[ShardGroup], recipe: Recipe, world_size: int, options: PlanOptions | None
+    groups: Sequence[ShardGroup],
+    recipe: Recipe,
+    world_size: int,
+    options: PlanOptions | None,
+    *,
+    weights: str | Compressor | None = None,
+    gathered: Sequence[ShardGroup] = (),
 ) -> ShardPlan:
     """Resolve a recipe against a sharded model.
 
@@ -87,14 +132,62 @@ def build_shard_plan(
     """
     if isinstance(recipe, str) and " then " in recipe:
         raise RecipeError(f"recipe {recipe!r}: schedules are not supported with FSDP2; expected one recipe")
-    named = [(p.name, torch.empty(p.shape, dtype=g.dtype, device="meta")) for g in groups for p in g.params]
-    whole = build_plan(named, recipe, world_size, options, all_reduce=False)
+    whole = build_plan(_named(groups), recipe, world_size, options, all_reduce=False)
     by_name = {param.name: param for group in groups for param in group.params}
     params = tuple(_sharded(param, by_name[param.info.name], whole) for param in whole.params)
     plan = Plan(params, world_size, whole.options)
+    compressed = _compressed(groups, plan)
+    if weights is None:
+        return ShardPlan(plan, compressed)
+    weight_plan = _plan_weights(gathered, weights, world_size, options)
+    draws = any(param.aggregator.down.stochastic for param in weight_plan.params)
+    if draws and not compressed:
+        raise RecipeError(
+            f"weights={weights!r} draws random numbers by the step, which only reductions through thinwire count, and "
+            "no gradient is compressed; expected a kind that rounds to nearest, as 'int8', or another recipe"
+        )
+    return ShardPlan(plan, compressed, weight_plan, _compressed(gathered, weight_plan))
+
+
+def _named(groups: Sequence[ShardGroup]) -> list[tuple[str, torch.Tensor]]:
+    return [(p.name, torch.empty(p.shape, dtype=g.dtype, device="meta")) for g in groups for p in g.params]
+
+
+def _compressed(groups: Sequence[ShardGroup], plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the groups in which anything is compressed. FSDP2 goes on to serve the others itself."""
     names = (tuple(param.name for param in group.params) for group in groups)
-    # A group of which nothing is compressed keeps FSDP2's own reduce-scatter.
-    return ShardPlan(plan, tuple(ns for ns in names if any(not plan.by_name[name].reason for name in ns)))
+    return tuple(ns for ns in names if any(not plan.by_name[name].reason for name in ns))
+
+
+def _plan_weights(
+    groups: Sequence[ShardGroup], weights: str | Compressor, world_size: int, options: PlanOptions | None
+) -> Plan:
+    """Resolve one kind for all weights, but for those that stay exact by the rules of `PlanOptions`."""
+    try:
+        compressor = parse_compressor(weights) if isinstance(weights, str) else weights
+        settings = ShardAllGather(down=compressor)
+    except RecipeError as error:
+        raise RecipeError(f"weights={weights!r}: {error}") from None
+    whole = build_plan(_named(groups), settings, world_size, options, all_reduce=False)
+    by_name = {param.name: param for group in groups for param in group.params}
+    params: list[PlannedParam] = []
+    for planned in whole.params:
+        if not isinstance(planned.aggregator, Dense):  # of a dtype that no compressor takes: so is its whole group
+            _check_cast(planned, compressor, f"weights={weights!r}", "weights", "param_dtype")
+            aggregator = ShardAllGather(down=Identity() if planned.reason else compressor)
+            partitions = _cut(by_name[planned.info.name], planned, aggregator, whole)
+            planned = replace(planned, aggregator=aggregator, partitions=partitions)
+        params.append(planned)
+    return Plan(tuple(params), world_size, whole.options)
+
+
+def _check_cast(planned: PlannedParam, compressor: Compressor, recipe: str, what: str, policy: str) -> None:
+    info = planned.info
+    if isinstance(compressor, Cast) and info.dtype.itemsize == 2 and compressor.dtype != info.dtype:
+        raise PlanError(
+            f"{info.name}: {what} are {info.dtype} already (MixedPrecisionPolicy) and {recipe} would round them a "
+            f"second time; expected another recipe, or {policy}=torch.float32"
+        )
 
 
 def _sharded(planned: PlannedParam, param: ShardedParam, plan: Plan) -> PlannedParam:
@@ -116,17 +209,15 @@ def _sharded(planned: PlannedParam, param: ShardedParam, plan: Plan) -> PlannedP
         raise RecipeError(f"{info.name}: {settings.recipe()!r} must see whole matrices, and FSDP2 cuts them by rows")
     if feedback is not None and (not isinstance(feedback, ErrorFeedback) or feedback.lr_correction):
         raise RecipeError(f"{info.name}: expected ErrorFeedback or none with FSDP2, got {feedback.recipe()!r}")
-    if isinstance(settings.up, Cast) and info.dtype.itemsize == 2 and settings.up.dtype != info.dtype:
-        raise PlanError(
-            f"{info.name}: gradients are {info.dtype} already (MixedPrecisionPolicy) and {settings.recipe()!r} would "
-            "round them a second time; expected another recipe, or reduce_dtype=torch.float32"
-        )
+    _check_cast(planned, settings.up, repr(settings.recipe()), "gradients", "reduce_dtype")
     aggregator = ReduceScatter(up=settings.up, feedback=feedback)
     partitions = _cut(param, planned, aggregator, plan)
     return replace(planned, aggregator=aggregator, partitions=partitions, slots=aggregator.slots)
 
 
-def _cut(param: ShardedParam, planned: PlannedParam, settings: ReduceScatter, plan: Plan) -> tuple[Partition, ...]:
+def _cut(
+    param: ShardedParam, planned: PlannedParam, settings: ReduceScatter | ShardAllGather, plan: Plan
+) -> tuple[Partition, ...]:
     """Cut every rank's chunk; first pieces first, so that a message holds about as much for every rank."""
     step = plan.options.partition_numel
     chunks = [param.chunk(rank, plan.world_size) for rank in range(plan.world_size)]
