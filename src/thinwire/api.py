@@ -12,6 +12,7 @@ from thinwire.integrations.accumulate import accumulate as accumulate
 from thinwire.integrations.ddp import Recipe, make_link
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
+from thinwire.integrations.topology import Topology
 from thinwire.plan import PlanOptions
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def attach(
     scaler: Scaler | None = None,
     start_after: int = 0,
     options: PlanOptions | None = None,
+    nodes: Topology | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -64,6 +66,7 @@ def attach(
     scaler: Scaler | None = None,
     start_after: int = 0,
     options: PlanOptions | None = None,
+    nodes: Topology | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -78,7 +81,7 @@ def attach(
 
     Args:
         model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
-            compressed, and with `weights` their all-gathers, without `optimizer`, `scaler`, `start_after`,
+            compressed, and with `weights` their all-gathers, without `optimizer`, `scaler`, `start_after`, `nodes`,
             `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
@@ -93,6 +96,9 @@ def attach(
             all skip it, and leaves residuals and counters as they were.
         start_after: dense steps before compression begins.
         options: how parameters are cut into partitions and messages, what stays dense, and the seed.
+        nodes: which ranks share a node, for recipes as "hier/int8": ranks per node; the sizes of all nodes, in rank
+            order; a 2-D `DeviceMesh`, whose first dimension is between nodes; or "auto", the launcher's
+            LOCAL_WORLD_SIZE, where it is the same on all nodes.
         on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
         threads: native threads per kernel call.
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
@@ -133,6 +139,7 @@ def attach(
             "optimizer": optimizer,
             "scaler": scaler,
             "start_after": start_after,
+            "nodes": nodes,
             "check_replicas_every": check_replicas_every,
             "loggers": loggers,
         }
@@ -161,6 +168,7 @@ def attach(
         scaler=scaler,
         start_after=start_after,
         options=options,
+        nodes=nodes,
         on_nonfinite=on_nonfinite,
         threads=threads,
         workers=workers,

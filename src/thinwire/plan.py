@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, MessageLayout, Partition, PowerSGD, TwoShot
+from thinwire.aggregators import (
+    Aggregator,
+    Dense,
+    Hierarchical,
+    MessageLayout,
+    Partition,
+    PowerSGD,
+    TwoShot,
+    between_nodes_nbytes,
+)
 from thinwire.comm.rounds import Round
 from thinwire.compressors import Compressor
 from thinwire.errors import PlanError, RecipeError
@@ -64,6 +73,7 @@ class PlanOptions:
         min_nbytes: recipes and patterns leave smaller parameters dense.
         compress_1d: whether recipes and patterns compress one-dimensional parameters too.
         seed: seed of every random stream.
+        node_sizes: for `Hierarchical` settings that do not say which ranks share a node, as they say it.
     """
 
     partition_numel: int = 65536
@@ -71,6 +81,7 @@ class PlanOptions:
     min_nbytes: int = 1 << 16
     compress_1d: bool = False
     seed: int = 0
+    node_sizes: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.partition_numel < 1 or self.message_nbytes < 1 or self.min_nbytes < 0:
@@ -155,6 +166,13 @@ class Plan:
         return sum(r.sent_nbytes(rank) for r in self._rounds())
 
     @property
+    def between_nodes_nbytes(self) -> int:
+        """The most bytes per step that leave one node, of what `Hierarchical` sends; 0 where there is none."""
+        layouts = self.messages([param.info.name for param in reversed(self.params)])
+        found = [between_nodes_nbytes(m) for m in layouts if isinstance(m.partitions[0].aggregator, Hierarchical)]
+        return max(map(sum, zip(*found, strict=True)), default=0)
+
+    @property
     def busiest_nbytes(self) -> int:
         """The largest `sent_nbytes` of any rank."""
         return max(map(sum, zip(*(r.sent_nbytes_by_rank() for r in self._rounds()), strict=True)))
@@ -219,10 +237,17 @@ class Plan:
         )
         return (
             f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
-            f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; residuals take "
+            f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; "
+            f"{self._between_nodes()}residuals take "
             f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
             "step with a GradScaler"
         )
+
+    def _between_nodes(self) -> str:
+        if not any(isinstance(param.aggregator, Hierarchical) for param in self.params):
+            return ""
+        ring = round(2 * (self.world_size - 1) / self.world_size * self.raw_nbytes)
+        return f"{self.between_nodes_nbytes:,} of all leave the busiest node, {ring:,} by a ring; "
 
 
 class Patterns:
@@ -322,6 +347,9 @@ def build_plan(
     resolved = [resolve(info) for info in infos]
     settings = {a for info, (a, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES}
     # One all-reduce sums a whole bucket, so that all in it must travel alike.
+    topologies = {a.node_sizes or options.node_sizes for a in settings if isinstance(a, Hierarchical)}
+    if len(topologies) > 1:
+        raise PlanError(f"expected the same nodes for all parameters, got {', '.join(map(str, topologies))}")
     momentum = _one_momentum(settings, momentum)
     one_dense = (
         all_reduce
@@ -329,7 +357,7 @@ def build_plan(
         and len(settings) <= 1
         and all(isinstance(aggregator, Dense) for aggregator in settings)
     )
-    carrier = next((a for a in settings if isinstance(a, PowerSGD)), None)
+    carrier = next((a for a in settings if isinstance(a, PowerSGD | Hierarchical)), None)
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
@@ -339,7 +367,9 @@ def build_plan(
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             owned = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
-            aggregator = owned if carrier is None or momentum is not None else dataclasses.replace(carrier, rank=None)
+            aggregator = owned if carrier is None or momentum is not None else _riding(carrier, owned)
+        if isinstance(aggregator, Hierarchical) and aggregator.node_sizes is None:
+            aggregator = dataclasses.replace(aggregator, node_sizes=options.node_sizes)
         aggregator = aggregator.for_world(world_size)
         if momentum is not None and aggregator.feedback != momentum:
             got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
@@ -359,6 +389,13 @@ def build_plan(
             )
         )
     return Plan(tuple(reversed(params)), world_size, options)
+
+
+def _riding(carrier: PowerSGD | Hierarchical, owned: TwoShot) -> Aggregator:
+    """Return what lets a dense parameter ride in the messages of another kind than `TwoShot`."""
+    if isinstance(carrier, PowerSGD):
+        return dataclasses.replace(carrier, rank=None)
+    return Hierarchical(up=owned.up, down=owned.down, node_sizes=carrier.node_sizes)
 
 
 def _one_momentum(settings: Iterable[Aggregator], momentum: MomentumCorrection | None) -> MomentumCorrection | None:

@@ -1,7 +1,8 @@
 """Recipe strings: the one table from short names to settings, for the command line and for `attach`.
 
     recipe      = [aggregator "/"] compressor ["+" compressor] ["@" feedback]     (up, and down where it differs)
-    aggregator  = "gather" | "sum"                       (otherwise what the kind is for: mostly the two-shot exchange)
+    aggregator  = "gather" | "sum" | "hier" [":" dtype]  (otherwise what the kind is for: mostly the two-shot exchange)
+    dtype       = "fp16" | "bf16"                        (inside a node, where it is not the parameter's own)
     compressor  = single ["~" single]                              (a sparse one, and how its values are sent)
     single      = ["scaled:"] kind *(":" argument)
     kind        = one of `recipe_names()`
@@ -10,8 +11,8 @@
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `topk:0.01~int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `scaled:linear:3`, `randomk:0.01:block=64`,
-`dense`, `dense:bf16`, `gather/onebit`, `sum/randomk:0.01`. Of themselves `global:8` and `topkc:0.01` are summed on the
-wire, `globalexp` and `global:8:halving` reduced in a tree, and `sign` is a majority vote.
+`dense`, `dense:bf16`, `gather/onebit`, `sum/randomk:0.01`, `hier/int8`, `hier:fp16/int4`. Of themselves `global:8` and
+`topkc:0.01` are summed on the wire, `globalexp` and `global:8:halving` reduced in a tree, and `sign` is a vote.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from thinwire.aggregators import Aggregator, Dense, Gather, PowerSGD, SumOnWire, TreeReduce, TwoShot
+from thinwire.aggregators import Aggregator, Dense, Gather, Hierarchical, PowerSGD, SumOnWire, TreeReduce, TwoShot
 from thinwire.aggregators import default_feedback as default_feedback
 from thinwire.compressors import (
     BlockCast,
@@ -208,12 +209,15 @@ def parse_recipe(text: str) -> Aggregator:
         TopK(density=0.01, k=None, value_dtype=torch.float16, selection='exact', chunked=False)
     """
     rest, at, wanted = text.strip().partition("@")
+    if rest.partition("/")[0].partition(":")[0] == "hier":
+        return _hierarchical(text)
     aggregator, slash, rest = rest.rpartition("/")
     first, plus, second = rest.partition("+")
     kind, *arguments = first.split(":")
     try:
         if aggregator not in AGGREGATORS or (slash and not aggregator):
-            raise RecipeError(f"expected the aggregator {_alternatives(AGGREGATORS[1:])} or none, got {aggregator!r}")
+            known = _alternatives((*AGGREGATORS[1:], "hier"))
+            raise RecipeError(f"expected the aggregator {known} or none, got {aggregator!r}")
         if plus and (aggregator or {"dense", "powersgd"} & {kind, second.partition(":")[0]}):
             raise RecipeError(f"expected one compressor, got {rest!r}: only the two-shot exchange has two")
         if kind == "dense" and not aggregator:
@@ -241,6 +245,24 @@ def parse_recipe(text: str) -> Aggregator:
         if aggregator == "sum" or (up.linear is not None and up.statistic_reduction is not None and not plus):
             return SumOnWire(up=up, feedback=feedback)
         return TwoShot(up=up, down=down, feedback=feedback)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
+_INSIDE = {"hier": None, "hier:fp16": torch.float16, "hier:bf16": torch.bfloat16}
+
+
+def _hierarchical(text: str) -> Hierarchical:
+    rest, at, wanted = text.strip().partition("@")
+    aggregator, _, rest = rest.partition("/")
+    first, plus, second = rest.partition("+")
+    try:
+        if aggregator not in _INSIDE:
+            raise RecipeError(f"expected {_alternatives(_INSIDE)} before the slash, got {aggregator!r}")
+        up = _compressor(first, _KINDS)
+        down = _compressor(second, _KINDS) if plus else up
+        feedback = _feedback(wanted) if at else default_feedback(up, down)
+        return Hierarchical(up=up, down=down, feedback=feedback, inner_dtype=_INSIDE[aggregator])
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 

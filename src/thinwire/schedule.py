@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.aggregators import Aggregator, Gather, SumOnWire, TwoShot
+from thinwire.aggregators import Aggregator, Gather, Hierarchical, SumOnWire, TwoShot
 from thinwire.compressors import Compose, Compressor, Scaled
 from thinwire.errors import RecipeError
 from thinwire.plan import Patterns, Policy
@@ -70,7 +70,7 @@ class Ramp:
 def _milder(aggregator: Aggregator, stage: int, stages: int) -> Aggregator:
     if isinstance(aggregator, Gather | SumOnWire):
         milder = dataclasses.replace(aggregator, up=_with_more(aggregator.up, stage, stages))
-    elif isinstance(aggregator, TwoShot):
+    elif isinstance(aggregator, TwoShot | Hierarchical):
         up, down = (_with_more(compressor, stage, stages) for compressor in (aggregator.up, aggregator.down))
         milder = dataclasses.replace(aggregator, up=up, down=down)
     else:

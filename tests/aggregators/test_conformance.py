@@ -21,6 +21,7 @@ from thinwire import (
     Gather,
     GlobalExponential,
     GlobalLinear,
+    Hierarchical,
     Identity,
     LowRank,
     MomentumCorrection,
@@ -69,6 +70,7 @@ COMPRESSORS: list[Compressor] = [
     LowRank(rank=2),
     LowRank(rank=1, num_iterations=1, value_dtype=torch.float32),
 ]
+DITHER = BlockQuant(bits=4, block=64, rounding="stochastic")
 EF, DGC = ErrorFeedback(), MomentumCorrection()
 ONE_BIT = TwoShot(up=OneBit(), down=OneBit(), feedback=EF)
 TABLE: list[Aggregator] = [
@@ -112,6 +114,12 @@ TABLE: list[Aggregator] = [
     TreeReduce(up=GlobalLinear(bits=4, halving=True, norm="l2")),
     TreeReduce(up=GlobalExponential()),
     TreeReduce(up=GlobalExponential(across="l2")),
+    Hierarchical(up=Identity(), down=Identity(), node_sizes=2),
+    Hierarchical(up=BlockQuant(bits=8), down=BlockQuant(bits=8), node_sizes=3),
+    Hierarchical(up=OneBit(), down=OneBit(), feedback=EF, node_sizes=2),
+    Hierarchical(up=TopK(density=0.1), down=Identity(), feedback=EF, inner_dtype=torch.float16, node_sizes=2),
+    Hierarchical(up=LowRank(rank=2), down=BlockQuant(bits=4), feedback=EF, inner_dtype=torch.bfloat16, node_sizes=3),
+    Hierarchical(up=DITHER, down=DITHER, node_sizes=2),
     PowerSGD(rank=2),
     PowerSGD(rank=1, alternating=True),
     PowerSGD(rank=3, error="aggregated"),
@@ -303,7 +311,11 @@ def test_cuts_do_cut() -> None:
     assert len(huge.plan.messages(names)) == 1
 
 
-@compressed
+@pytest.mark.parametrize(
+    "aggregator",  # what a representative adds of its own is not rounded to 16 bits: there owners do show
+    [a for a in TABLE if not isinstance(a, Dense) and not (isinstance(a, Hierarchical) and a.inner_dtype)],
+    ids=ident,
+)
 def test_order_of_registration_and_owners_do_not_show(aggregator: Aggregator) -> None:
     """Another order deals other owners; the second hop's random stream does not depend on them."""
     world = World(aggregator, 3, shapes={name: SHAPES[name] for name in ("layer.weight", "gain", *SHAPES)})
@@ -317,8 +329,11 @@ def test_order_of_registration_and_owners_do_not_show(aggregator: Aggregator) ->
 
 # --- random streams -------------------------------------------------------------------------------------------------
 
-DITHER = BlockQuant(bits=4, block=64, rounding="stochastic")
-dithered = pytest.mark.parametrize("aggregator", [TwoShot(up=DITHER, down=DITHER), Gather(up=DITHER)], ids=ident)
+dithered = pytest.mark.parametrize(
+    "aggregator",
+    [TwoShot(up=DITHER, down=DITHER), Gather(up=DITHER), Hierarchical(up=DITHER, down=DITHER, node_sizes=2)],
+    ids=ident,
+)
 
 
 @dithered
@@ -580,7 +595,7 @@ def partitions_of(aggregator: Aggregator, num: int, world_size: int, numel: int 
     ]
 
 
-@all_aggregators
+@pytest.mark.parametrize("aggregator", [a for a in TABLE if not isinstance(a, Hierarchical)], ids=ident)
 def test_schedule_for_4096_ranks_is_arithmetic(aggregator: Aggregator) -> None:
     started = time.perf_counter()
     partitions = partitions_of(aggregator, 4096, 4096)

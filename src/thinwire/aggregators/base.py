@@ -33,6 +33,11 @@ class Aggregator(ABC):
     has_owners: ClassVar[bool] = True  # that lose something on the way back; else every rank forms the same mean
 
     @property
+    def inner(self) -> Compressor:
+        """What ranks of one node send each other, where an exchange knows of nodes."""
+        return self.up
+
+    @property
     def cuts_show(self) -> bool:
         """Whether sums are rounded in the backend's order, so that, with three ranks or more, buckets show."""
         return False

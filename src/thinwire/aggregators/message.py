@@ -59,11 +59,15 @@ class Section:
         places: which, as indices into the message's blocks.
         starts: first byte of each in the buffer.
         down: encoded by the owner for all, not by a rank for the owner.
+        inside: sent between ranks of one node, by `Aggregator.inner`.
+        stream: of the random numbers that encoding draws; None is the rank's own.
     """
 
     places: Sequence[int]
     starts: Sequence[int]
     down: bool = False
+    inside: bool = False
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +252,8 @@ class Message:
             place: block.owner_residual if section.down else block.residual
             for place, block in ((place, self.blocks[place]) for place in section.places)
         }
-        stream = OWNER_STREAM if section.down else self.rank
+        own = self.rank if section.stream is None else section.stream
+        stream = OWNER_STREAM if section.down else own
         prepared: list[tuple[_Group, EncodeBatch]] = []
         for group, starts, nbytes in self._groups(section):
             values = [self.blocks[place].value for place in group.places]
@@ -301,7 +306,8 @@ class Message:
         members: dict[Compressor, list[tuple[int, int]]] = {}
         for place, start in zip(section.places, section.starts, strict=True):
             aggregator = self.blocks[place].partition.aggregator
-            members.setdefault(aggregator.down if section.down else aggregator.up, []).append((place, start))
+            hop = aggregator.down if section.down else aggregator.inner if section.inside else aggregator.up
+            members.setdefault(hop, []).append((place, start))
         for compressor, found in members.items():
             specs = [self.blocks[place].partition.spec for place, _ in found]
             group = _Group(compressor, [place for place, _ in found], specs)

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.aggregators import Block, Dense, Gather, Message, Partition, PowerSGD, TreeReduce, TwoShot
+from thinwire.aggregators import (
+    Block,
+    Dense,
+    Gather,
+    Hierarchical,
+    Message,
+    Nodes,
+    Partition,
+    PowerSGD,
+    TreeReduce,
+    TwoShot,
+)
 from thinwire.comm.local import run_lock_step
 from thinwire.compressors import Sign
 from thinwire.feedback import Slot
@@ -21,7 +32,8 @@ def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) 
     That is, in the order of a step, so that memory is as cold: encode every partition up (after its statistic, if it
     has one), then what the exchange does with the bytes, then decode every partition. A two-shot exchange decodes
     `world_size` contributions to the partitions owned and encodes those down; a gathering one decodes or counts
-    `world_size` contributions to every partition; a tree merges as many bytes as (n-1)/n of all.
+    `world_size` contributions to every partition; a tree merges as many bytes as (n-1)/n of all. With nodes,
+    representatives decode what comes from their node and encode the sum, and owners decode one sum a node.
     """
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
     if not partitions:
@@ -90,9 +102,21 @@ class _Block:
         if self._up.statistic_reduction is not None:
             self._shared = torch.zeros(self._up.num_statistics(partition.spec), dtype=torch.float32)
         self._sent = torch.empty(self._up.nbytes(partition.spec), dtype=torch.uint8)
+        self._inside = torch.zeros(partition.aggregator.inner.nbytes(partition.spec), dtype=torch.uint8)
         self._mean = torch.empty(self._down.nbytes(partition.spec), dtype=torch.uint8)
 
     def encode_up(self) -> None:
+        aggregator = self.partition.aggregator
+        if isinstance(aggregator, Hierarchical):
+            nodes = self._nodes(aggregator)
+            node = nodes.of[self._rank]
+            inside = EncodeJob(self._value, self._inside, self._residual, 1.0, self._key)
+            if nodes.representative(self.partition.owner, node) != self._rank:
+                aggregator.inner.encode_jobs([inside], self._specs, threads=self._threads)
+                return
+            for _ in range(nodes.sizes[node] - 1):
+                arrived = DecodeJob(self._inside, self._value, 1.0, self._key)
+                aggregator.inner.decode_jobs([arrived], self._specs, threads=self._threads)
         job = EncodeJob(self._value, self._sent, self._residual, 1.0, self._key, self._shared)
         if self._shared is not None:
             self._up.statistic_jobs([job], self._specs, threads=self._threads)
@@ -100,7 +124,7 @@ class _Block:
 
     def combine(self) -> None:
         aggregator = self.partition.aggregator
-        if isinstance(aggregator, TwoShot):
+        if isinstance(aggregator, TwoShot | Hierarchical):
             if self.partition.owner == self._rank:
                 self._sum_up()
                 self.encode_down()
@@ -113,19 +137,26 @@ class _Block:
         elif isinstance(aggregator, Gather):
             self._sum_up()
 
+    @staticmethod
+    def _nodes(aggregator: Hierarchical) -> Nodes:
+        assert isinstance(aggregator.node_sizes, tuple)  # the plan has filled them in
+        return Nodes.sized(aggregator.node_sizes)
+
     def _sum_up(self) -> None:
-        for source in range(self._world_size):
+        aggregator = self.partition.aggregator
+        num = len(self._nodes(aggregator).sizes) if isinstance(aggregator, Hierarchical) else self._world_size
+        for source in range(num):
             job = DecodeJob(self._sent, self._value, 1.0 if source else None, self._key, self._shared)
             self._up.decode_jobs([job], self._specs, threads=self._threads)
 
     def encode_down(self) -> None:
-        if isinstance(self.partition.aggregator, TwoShot):
+        if isinstance(self.partition.aggregator, TwoShot | Hierarchical):
             job = EncodeJob(self._value, self._mean, self._residual, 1.0, self._key)
             self._down.encode_jobs([job], self._specs, threads=self._threads)
 
     def decode_down(self) -> None:
         match self.partition.aggregator:
-            case TwoShot():
+            case TwoShot() | Hierarchical():
                 job = DecodeJob(self._mean, self._value, None, self._key)
                 self._down.decode_jobs([job], self._specs, threads=self._threads)
             case Gather() if not isinstance(self._up, Sign):

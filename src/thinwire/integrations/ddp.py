@@ -1,5 +1,6 @@
 """DistributedDataParallel: validates, agrees, and makes the `Link` whose hook DDP calls."""
 
+import dataclasses
 import datetime
 import logging
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.aggregators import Hierarchical
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
@@ -18,6 +20,7 @@ from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import sparse_names
+from thinwire.integrations.topology import Topology, node_sizes
 from thinwire.integrations.watch import Watch, left_over
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan, PlanOptions
@@ -37,6 +40,7 @@ def make_link(
     scaler: Scaler | None = None,
     start_after: int = 0,
     options: PlanOptions | None = None,
+    nodes: Topology | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -64,7 +68,14 @@ def make_link(
             raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
-        phases = build_phases(_trained(model), recipe, world_size, options, start_after=start_after)
+        known = options or PlanOptions()
+        if nodes is not None:
+            known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))
+        phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
+        if nodes is not None and not any(
+            isinstance(param.aggregator, Hierarchical) for _, plan in phases.plans for param in plan.params
+        ):
+            raise AttachError("nodes: expected a recipe that knows of nodes, as 'hier/int8' does; drop the argument")
         if optimizer is None and any(
             param.aggregator.feedback is not None and param.aggregator.feedback.needs_learning_rate
             for _, plan in phases.plans

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from thinwire.aggregators import Block, BufferPool, Message, MessageLayout, ReduceScatter, ShardAllGather
 from thinwire.comm.process_group import OverlappedDriver, common_group
-from thinwire.comm.tracing import title
 from thinwire.comm.rounds import Exchange
+from thinwire.comm.tracing import title
 from thinwire.compressors import Compressor
 from thinwire.errors import AttachError, NonFiniteError, StateError
 from thinwire.integrations.agreement import agree
