@@ -132,14 +132,14 @@ def _resumes(rank, world_size, folder):
         return digest([*(p.to_local() for p in model.parameters()), *link.state_dict()["worker"].values()])
 
     model = _model()
-    link = thinwire.attach(model, {"*": "int4", "0.*": "int8:stochastic"}, options=ALL)
+    link = thinwire.attach(model, {"0.*": "int8:stochastic", "*": "int4"}, options=ALL)
     steps(model, link, range(3))
     torch.save(link.state_dict(), f"{folder}/{rank}.pt")
     shards = [p.to_local().clone() for p in model.parameters()]
     whole = steps(model, link, range(3, 6))
     link.close()
     model = _model()
-    link = thinwire.attach(model, {"*": "int4", "0.*": "int8:stochastic"}, options=ALL)
+    link = thinwire.attach(model, {"0.*": "int8:stochastic", "*": "int4"}, options=ALL)
     with torch.no_grad():
         for param, shard in zip(model.parameters(), shards, strict=True):
             param.to_local().copy_(shard)

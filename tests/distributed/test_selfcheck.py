@@ -118,8 +118,8 @@ def _defect(kind, rank):
             state["worker"]["3.weight"][0, 0] += 1e-3
         return state
 
-    def miscounting(transfer, group, mesh, own_rank, outcome):
-        timed(transfer, group, mesh, own_rank, outcome)
+    def miscounting(transfer, group, mesh, own_rank, outcome, name):
+        timed(transfer, group, mesh, own_rank, outcome, name)
         if rank == 1:
             outcome.sent_nbytes += 8
 
@@ -127,8 +127,8 @@ def _defect(kind, rank):
         self.optimizer.param_groups[0]["lr"] *= self.link is None
         return step(self, number)
 
-    def dropping(self, state):
-        load(self, state)
+    def dropping(self, state, *, strict=True):
+        load(self, state, strict=strict)
         if rank == 1:
             self.worker["0.weight"].zero_()
 

@@ -236,7 +236,8 @@ class Link:
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket; DDP's communication hook."""
-        with span("hook", f"bucket {bucket.index()}", raw_nbytes=bucket.buffer().nbytes):
+        buffer = bucket.buffer()
+        with span("hook", f"bucket {bucket.index()}", raw_nbytes=0 if buffer.is_sparse else buffer.nbytes):
             return self._exchange(bucket)
 
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
