@@ -83,6 +83,17 @@ def test_a_rank_that_raises_is_said_in_a_line_and_ends_it(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+def test_a_launcher_without_an_address_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    done = _run(tmp_path, "thinwire", "selfcheck")
+    assert done.returncode == 1
+    assert done.stderr.startswith("thinwire: rank 0 did not meet the others")
+    assert "MASTER_ADDR" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "said"),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"thinwire selfcheck: {why}", file=sys.stderr)
         return 2
     if launched:
-        return _rank(args)
+        try:
+            return _rank(args)
+        except ThinwireError as error:
+            print(f"thinwire: {error}", file=sys.stderr)
+            _leave()
     check_outputs(args.json)
     return _start(args, args.nproc or 2)
 
@@ -100,17 +104,19 @@ def _start(args: argparse.Namespace, num: int) -> int:
 
 def _wait(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
     deadline = float("inf")
-    status = 0
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+    failed = dict[int, int]()  # exit status by rank, of those that ended by themselves
+    while True:
+        running = [process.poll() for process in ranks].count(None)
         for rank, process in enumerate(ranks):
-            if process.poll() and not status:
-                status = process.returncode
-                deadline = time.monotonic() + _GRACE_S
-                if status < 0:
-                    print(f"thinwire selfcheck: rank {rank} was ended by signal {-status}", file=sys.stderr)
+            if process.returncode and rank not in failed:
+                failed[rank] = process.returncode
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                if process.returncode < 0:
+                    print(f"thinwire selfcheck: rank {rank} was ended by signal {-process.returncode}", file=sys.stderr)
+        if not running or time.monotonic() >= deadline:
+            break
         time.sleep(0.05)
-    status = status or next((process.returncode for process in ranks if process.returncode), 0)
-    return status if status in (0, 2) else 1
+    return 0 if not failed else 2 if set(failed.values()) == {2} else 1
 
 
 def _rank(args: argparse.Namespace) -> int:
@@ -120,7 +126,13 @@ def _rank(args: argparse.Namespace) -> int:
     if rank == 0:
         check_outputs(args.json)
     watch.begin("meeting the other ranks", 2 * meeting_s)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=meeting_s))
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=meeting_s))
+    except (RuntimeError, ValueError) as error:  # no store, no peers; no address in the environment
+        reason = " ".join(str(error).split())[:300]
+        raise ThinwireError(
+            f"rank {rank} did not meet the others, for whom it waits {meeting_s:g} s at most: {reason}"
+        ) from error
     file = table_file(args.json) if rank == 0 else open(os.devnull, "w")  # noqa: SIM115  # until the program ends
     columns = (Column("recipe", 12, left=True), Column("rung", 12, left=True), Column("verdict", 14, left=True))
     reports: list[Report] = []
@@ -149,9 +161,14 @@ def _rank(args: argparse.Namespace) -> int:
     if ok:
         dist.destroy_process_group()
         return 0
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End with status 1 at once: threads of a failed exchange may still be waiting for each other."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # threads of a failed exchange may still be waiting for each other
+    os._exit(1)
 
 
 def _document(reports: Sequence[Report], args: argparse.Namespace) -> dict[str, Any]:
