@@ -45,10 +45,10 @@ from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
 from thinwire.ladder import selfcheck as selfcheck
-from thinwire.plan import ParamInfo as ParamInfo
-from thinwire.plan import Patterns as Patterns
 from thinwire.plan import Plan as Plan
-from thinwire.plan import PlanOptions as PlanOptions
+from thinwire.policy import ParamInfo as ParamInfo
+from thinwire.policy import Patterns as Patterns
+from thinwire.policy import PlanOptions as PlanOptions
 from thinwire.recipes import parse_recipe as parse_recipe
 from thinwire.schedule import Ramp as Ramp
 from thinwire.schedule import Schedule as Schedule

@@ -13,7 +13,7 @@ from thinwire.integrations.ddp import Recipe, make_link
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.topology import Topology
-from thinwire.plan import PlanOptions
+from thinwire.policy import PlanOptions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

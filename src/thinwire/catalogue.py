@@ -131,7 +131,9 @@ def describe(recipe: str) -> Entry:
         compressor=compressor,
         kind=_kind(recipe),
         family=type(compressor).__module__.rpartition(".")[2],
-        bits_per_element=8 * compressor.nbytes(FULL_PARTITION) / FULL_PARTITION.numel,
+        bits_per_element=8
+        * (chosen.sent_once_nbytes if chosen else compressor.nbytes)(FULL_PARTITION)
+        / FULL_PARTITION.numel,
         contract=contract,
         aggregators=tuple(dict.fromkeys(type(aggregator).__name__ for aggregator in possible)),
         needs_feedback=needs_feedback(contract) if chosen is None else chosen.feedback is not None,

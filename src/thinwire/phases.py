@@ -13,7 +13,8 @@ from torch import Tensor
 from thinwire.aggregators import Dense
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import EF21, MomentumCorrection, Slot
-from thinwire.plan import Plan, PlannedParam, PlanOptions, build_plan
+from thinwire.plan import Plan, PlannedParam, build_plan
+from thinwire.policy import PlanOptions
 from thinwire.schedule import Phase, Schedule, parse_schedule
 
 _RESIDUALS = frozenset({Slot.WORKER, Slot.OWNER})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from thinwire.aggregators import Aggregator, Gather, Hierarchical, SumOnWire, TwoShot
 from thinwire.compressors import Compose, Compressor, Scaled
 from thinwire.errors import RecipeError
-from thinwire.plan import Patterns, Policy
+from thinwire.policy import Patterns, Policy
 from thinwire.recipes import parse_recipe
 
 MOST_BITS = 8  # where ramps of bits begin

@@ -36,7 +36,7 @@ from thinwire import (
     TreeReduce,
     TwoShot,
 )
-from thinwire.aggregators import MEAN, Aggregator, Block, Message, Partition, typical_contract
+from thinwire.aggregators import MANY, MEAN, Aggregator, Block, Message, Partition, typical_contract
 from thinwire.aggregators.header import (
     bitmap,
     header_nbytes,
@@ -51,6 +51,7 @@ from thinwire.comm.local import run_lock_step
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Transfer
 from thinwire.compressors import Unbiased
 from thinwire.errors import RecipeError, ScheduleError
+from thinwire.feedback import Slot
 from thinwire.recipes import default_feedback
 
 COMPRESSORS: list[Compressor] = [
@@ -464,6 +465,12 @@ def test_overflow_of_one_ranks_wire_names_that_rank() -> None:
 # --- parameters that backward does not reach ------------------------------------------------------------------------
 
 
+def _in_units(kept: dict[tuple[int, str, str, int], bytes], ratio: float) -> dict[tuple[int, str, str, int], bytes]:
+    """Return what feedback keeps in units that are `ratio` times smaller. A factor has none."""
+    ratios = {place: 1.0 if place[1] == Slot.FACTOR else ratio for place in kept}
+    return {place: (ratios[place] * np.frombuffer(one, np.float32)).tobytes() for place, one in kept.items()}
+
+
 @with_feedback
 @pytest.mark.parametrize("unit_ratio", [1.0, 2.0])
 def test_unused_everywhere_keeps_what_is_owed(aggregator: Aggregator, unit_ratio: float) -> None:
@@ -475,7 +482,7 @@ def test_unused_everywhere_keeps_what_is_owed(aggregator: Aggregator, unit_ratio
     grads = [gradients(rank, 5) | {"layer.weight": torch.zeros(528)} for rank in range(3)]
     world.run(grads, unused={rank: {"layer.weight"} for rank in range(3)}, unit_ratio=unit_ratio)
     assert [m.unused for m in world.messages[0]] == [{"layer.weight"}] * 3
-    kept = {place: (unit_ratio * np.frombuffer(one, np.float32)).tobytes() for place, one in before.items()}
+    kept = _in_units(before, unit_ratio)
     after = world.residuals()
     assert any(any(one) for place, one in kept.items() if place[2] == "layer.weight")
     assert all(after[place] == one for place, one in kept.items() if place[2] == "layer.weight")
@@ -515,9 +522,7 @@ def test_unused_and_not_finite_at_once(aggregator: Aggregator) -> None:
     grads = [gradients(rank, 1) for rank in range(2)]
     grads[0]["gain"][0] = float("nan")
     world.run(grads, unused={0: {"layer.weight"}, 1: {"layer.weight"}}, unit_ratio=2.0)
-    assert world.residuals() == {
-        place: (2 * np.frombuffer(residual, np.float32)).tobytes() for place, residual in before.items()
-    }
+    assert world.residuals() == _in_units(before, 2.0)
 
 
 @all_aggregators
@@ -732,6 +737,45 @@ def test_a_message_that_recurs_gives_the_bytes_of_fresh_ones(aggregator: Aggrega
         expected = fresh.run(grads, unit_ratio=1.0 + step / 8)
         assert [bits(values) for values in own] == [bits(values) for values in expected]
         assert kept.residuals() == fresh.residuals()
+
+
+# --- votes and flags ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_votes_are_majorities(world_size: int) -> None:
+    """+1 or -1 as most ranks say; of a tie +1, or either by chance and the same on all ranks."""
+    own = [gradients(rank, 0) for rank in range(world_size)]
+    plus = World(Gather(up=Sign()), world_size).run(own)[0]
+    drawn = World(Gather(up=Sign(ties="random")), world_size).run(own)[0]
+    ties = 0
+    for name in SHAPES:
+        votes = torch.stack([torch.where(g[name] >= 0, 1.0, -1.0) for g in own]).sum(dim=0)
+        assert torch.equal(plus[name], torch.where(votes >= 0, 1.0, -1.0))
+        assert torch.equal(drawn[name][votes != 0], votes[votes != 0].sign())
+        assert set(drawn[name].tolist()) <= {1.0, -1.0}
+        ties += int((votes == 0).sum())
+    if world_size == 2:
+        of_ties = torch.cat([drawn[name][plus[name] != drawn[name]] for name in SHAPES]).numel() / ties
+        assert 0.4 < of_ties < 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 1, 127, 128, 129, 300, 2000])
+def test_flags_survive_being_added_and_compared(rank: int, dtype: torch.dtype) -> None:
+    names = ["a", "b", "c"]
+    for op in ("sum", "max"):
+        both = []
+        for who, used, bad in ((rank, {"a", "b"}, {"b"}), (rank + 1, {"b"}, set[str]())):
+            flags = torch.empty(num_flags(3, op), dtype=dtype if op == "sum" else torch.float32)
+            write_flags(flags, names, used, bad, who, op, 1024.0)
+            both.append(flags)
+        together = both[0] + both[1] if op == "sum" else torch.maximum(*both)
+        assert read_flags(together, names, op) == ({"c"}, {(rank, "b")}, False)
+        write_flags(both[1], names, set(), {"b", "c"}, rank + 1, op, 512.0)
+        together = both[0] + both[1] if op == "sum" else torch.maximum(*both)
+        several = MANY if op == "sum" else rank + 1  # of several the highest, or nobody in particular
+        assert read_flags(together, names, op) == ({"c"}, {(several, "b"), (rank + 1, "c")}, True)
 
 
 # --- rules of feedback ----------------------------------------------------------------------------------------------

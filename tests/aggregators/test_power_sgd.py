@@ -53,6 +53,35 @@ def test_the_papers_algorithm(error, world_size):
     assert all(bool(factor.any()) for factor in starts.values())
 
 
+@pytest.mark.parametrize("error", ["local", "aggregated"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_alternating_sides(error, world_size):
+    """Beside a plain version: the factor of the last step is known, the other one is the ranks' mean."""
+    shapes = {"w": (12, 20)}
+    world = World(PowerSGD(rank=2, alternating=True, error=error), world_size, shapes=shapes)
+    sides = set()
+    for step in range(6):
+        own = [gradients(rank, step, shapes)["w"] for rank in range(world_size)]
+        owed = [state.worker["w"].double() for state in world.states]
+        known = world.states[0].whole[Slot.FACTOR]["w"].clone()
+        delivered = world.run([{"w": g} for g in own])[0]["w"].double().view(12, 20)
+        matrices = [(g.double() + e).view(12, 20) for g, e in zip(own, owed, strict=True)]
+        transposed = (step + world.plan.by_name["w"].partitions[0].key) % 2 == 1
+        sides.add(transposed)
+        if transposed:
+            matrices, delivered = [m.mT for m in matrices], delivered.mT
+        if step == 0:  # the start is drawn
+            continue
+        q = _orthonormal(known[: 2 * matrices[0].shape[1]].double().view(2, -1).mT)
+        mean = sum(m @ q for m in matrices) / world_size @ q.mT
+        assert float((delivered - mean).norm()) <= 1e-4 * float(mean.norm())
+        for m, state in zip(matrices, world.states, strict=True):
+            left = m - m @ q @ q.mT if error == "local" else m - mean
+            kept = state.worker["w"].double().view(12, 20)
+            assert float(((kept.mT if transposed else kept) - left).norm()) <= 1e-4 * float(m.norm())
+    assert sides == {False, True}
+
+
 def test_a_warm_start_finds_what_a_fixed_matrix_holds():
     """The same gradients again and again, their residuals taken away: the error falls to that of the best rank."""
     shapes = {"w": (24, 40)}
@@ -122,3 +151,16 @@ def test_alternating_sends_one_side_a_step():
     world = World(PowerSGD(rank=2, alternating=True), 2, shapes={"w": (12, 20)})
     (message,) = world.plan.messages(["w"])
     assert [r.numel for r in message.rounds] == [num_flags(1, "sum") + 2 * 20]
+
+
+def test_a_factor_has_no_units_and_a_step_that_is_not_finite_leaves_it_to_the_bit():
+    world = World(PowerSGD(rank=2), 2, shapes={"w": (12, 20)})
+    world.run()
+    before = [state.whole[Slot.FACTOR]["w"].clone() for state in world.states]
+    owed = [state.worker["w"].clone() for state in world.states]
+    own = [gradients(rank, 1, world.shapes) for rank in range(2)]
+    own[1]["w"][3] = float("inf")
+    world.run(own, unit_ratio=0.3)
+    for state, factor, residual in zip(world.states, before, owed, strict=True):
+        assert torch.equal(state.whole[Slot.FACTOR]["w"], factor)
+        assert torch.equal(state.worker["w"], residual * 0.3)

@@ -1,6 +1,7 @@
 """Mixed precision: autocast with a GradScaler as PyTorch has it, and scalers that ranks do not have alike."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -129,10 +130,26 @@ def _amp_steps(model, rank, dtype, steps, *, link_of=None, bad=()):
     return losses, bits, scales, link
 
 
+def _attached_with(model, recipe, scaler, **options):
+    return thinwire.attach(model, recipe, scaler=scaler, options=ALL, **options)
+
+
+def _votes_with_a_scaler(rank, world_size):
+    model = DDP(seeded(Net))
+    for recipe in ("sign", "dense until 5 then sign:random"):
+        with pytest.raises(thinwire.ThinwireError, match=r"'sign' delivers \+1 and -1 whatever the loss scale"):
+            thinwire.attach(model, recipe, scaler=torch.amp.GradScaler("cpu"), options=ALL)
+    thinwire.attach(model, "sign", options=ALL).close()
+
+
+def test_votes_take_no_scaler(ranks):
+    ranks(2).run(_votes_with_a_scaler)
+
+
 def _autocast(rank, world_size, dtype, recipe):
     model = DDP(seeded(Net), bucket_cap_mb=0.01)
     plain = DDP(copy.deepcopy(model.module))
-    attach = lambda scaler: thinwire.attach(model, recipe, scaler=scaler, options=ALL)  # noqa: E731
+    attach = functools.partial(_attached_with, model, recipe)
     losses, _, scales, link = _amp_steps(model, rank, dtype, range(40), link_of=attach, bad=(6,))
     expected, _, expected_scales, _ = _amp_steps(plain, rank, dtype, range(40), bad=(6,))
     skipped = link.skipped_steps
@@ -158,7 +175,7 @@ def test_autocast_with_a_grad_scaler_trains_as_without_compression(ranks, dtype,
 def _amp_warm_up(rank, world_size, dtype):
     model = DDP(seeded(Net), bucket_cap_mb=0.01)
     plain = DDP(copy.deepcopy(model.module), bucket_cap_mb=0.01)
-    attach = lambda scaler: thinwire.attach(model, "onebit", scaler=scaler, options=ALL, start_after=5)  # noqa: E731
+    attach = functools.partial(_attached_with, model, "onebit", start_after=5)
     _, bits, scales, link = _amp_steps(model, rank, dtype, range(8), link_of=attach, bad=(2,))
     _, expected, expected_scales, _ = _amp_steps(plain, rank, dtype, range(8), bad=(2,))
     link.close()

@@ -13,6 +13,10 @@ from thinwire.errors import AttachError, PlanError, RecipeError, ThinwireError
 TIMEOUT = 30
 
 
+def _nonsense(info):
+    return 8
+
+
 def _refused(rank, world_size, case):
     """Attach in the way of `case` and return the error; the world must be good for another model afterwards."""
     model, recipe, options = DDP(seeded(Tower, 16, 2)), "int8", {"options": ALL}
@@ -28,7 +32,7 @@ def _refused(rank, world_size, case):
     elif case == "density zero on rank 1":
         recipe = "topk:0" if only_rank_1 else "topk:0.1"
     elif case == "policy returns nonsense":
-        recipe = lambda info: 8  # noqa: E731
+        recipe = _nonsense
     elif case == "no policy":
         recipe = None
     elif case == "hooked twice":

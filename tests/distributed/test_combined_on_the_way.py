@@ -109,14 +109,14 @@ def test_a_value_that_is_not_finite_reaches_all_and_leaves_no_trace(ranks, recip
     assert len({result[3] for result in results}) == 1
 
 
-HOOKS = {  # and how near the mean they come, with most parameters dense or none
-    "default_hook": 1e-6,
-    "fp16_hook": 2e-3,
-    "bf16_hook": 2e-2,
-    "qsgd_hook": 0.1,
-    "standard_dithering_hook": 0.2,
-    "standard_dithering_4bit_hook": 2.0,
-    "exponential_dithering_hook": 0.8,
+HOOKS = {  # how far from the mean they come, at least and at most: each is told from the others by it
+    "default_hook": (0.0, 1e-6),
+    "fp16_hook": (1e-5, 1e-3),
+    "bf16_hook": (1e-3, 1e-2),
+    "qsgd_hook": (0.08, 0.1),
+    "standard_dithering_hook": (0.03, 0.08),
+    "standard_dithering_4bit_hook": (0.65, 2.0),
+    "exponential_dithering_hook": (0.3, 0.64),
 }
 
 
@@ -132,7 +132,7 @@ def _by_hook(rank, world_size, name):
         delivered.append(torch.cat([g.view(-1) for g in gradients(model)]))
     exact = torch.cat([g.view(-1) for g in gradients(plain)])
     errors = [float((g - exact).norm() / exact.norm()) for g in delivered]
-    return digest(delivered), max(errors), float((delivered[1] - delivered[2]).norm() / exact.norm())
+    return digest(delivered), sum(errors) / 3, float((delivered[1] - delivered[2]).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -140,7 +140,7 @@ def test_hooks_under_the_papers_names(ranks, name):
     results = ranks(3).run(_by_hook, name)
     assert len({hashed for hashed, *_ in results}) == 1
     _, error, change = results[0]
-    assert error < HOOKS[name]
+    assert HOOKS[name][0] <= error <= HOOKS[name][1]
     assert (change > 0) == ("dithering" in name or name == "qsgd_hook")
 
 

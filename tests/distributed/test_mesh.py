@@ -21,7 +21,7 @@ from thinwire.comm import mesh as mesh_module
 from thinwire.comm.meeting import Hello
 from thinwire.comm.mesh import PIECES_NBYTES, Mesh, MeshClosedError, MeshError, agree_on_pieces
 from thinwire.comm.process_group import own_store, perform
-from thinwire.comm.rounds import AllGather, AllToAll, Transfer
+from thinwire.comm.rounds import AllGather, AllToAll, SendRecv, Transfer
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.kernels import backend
 
@@ -166,6 +166,25 @@ def _wrong_buffers(rank, world_size):
 
 def test_buffers_that_do_not_fit_are_refused(ranks):
     ranks(2).run(_wrong_buffers)
+
+
+def _wrong_moves(rank, world_size):
+    mesh = _mesh(rank, world_size)
+    moves = SendRecv(((0, 1, 2, 6), (1, 0, 0, 4)), world_size)
+    good, receive = torch.zeros(6, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    short = torch.zeros(5 if rank == 0 else 3, dtype=torch.uint8)
+    for transport in (mesh, None):
+        for send, into in [(short, receive), (good, receive[:3]), (good, good)]:
+            with pytest.raises(ScheduleError, match=r"bytes to send and 4 to receive into"):
+                perform(Transfer(moves, send, into), dist.group.WORLD, transport)
+        send, into = torch.arange(6, dtype=torch.uint8) + 10 * rank, receive.clone()
+        perform(Transfer(moves, send, into), dist.group.WORLD, transport)
+        assert into.tolist() == ([10, 11, 12, 13] if rank == 0 else [2, 3, 4, 5])
+    mesh.close()
+
+
+def test_moves_go_where_they_are_told_and_never_beyond_a_buffer(ranks):
+    ranks(2).run(_wrong_moves)
 
 
 def _transport(rank, world_size, recipe, transport):

@@ -1,6 +1,7 @@
 """Training programs as people write them: compiled, checkpointed, clipped, with two losses, with uneven inputs."""
 
 import copy
+import functools
 import inspect
 import logging
 
@@ -30,7 +31,7 @@ def _wrapped(how):
     model = DDP(inner, bucket_cap_mb=1)  # DDPOptimizer takes no less
     call = torch.compile(model, backend="aot_eager") if how.startswith("compiled outside") else model
     if how == "checkpointed":
-        call = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+        call = functools.partial(checkpoint, model, use_reentrant=False)
     return model, call
 
 

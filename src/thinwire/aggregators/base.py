@@ -7,7 +7,7 @@ with exact sizes, and `exchange` yields exactly those.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
@@ -129,6 +129,7 @@ class MessageLayout:
         up: per partition, first byte of C(g) in the block it travels in.
         down: per partition, first byte in its owner's block on the way back.
         shared: per partition, the first of its numbers in the vector of statistics, whose flags come first.
+        details: what else the aggregator has worked out, for every step of every message; its own business.
     """
 
     partitions: tuple[Partition, ...]
@@ -139,3 +140,4 @@ class MessageLayout:
     up: tuple[int, ...] = ()
     down: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
+    details: object = field(default=None, compare=False, repr=False)

@@ -170,6 +170,7 @@ class Hierarchical(Aggregator):
             header_nbytes=header_nbytes(len(names)),
             up=way.up,
             down=way.down,
+            details=way,
         )
 
     @staticmethod
@@ -180,7 +181,8 @@ class Hierarchical(Aggregator):
         assert isinstance(gather, SendRecv)
         assert isinstance(push, SendRecv)
         assert isinstance(spread, SendRecv)
-        way = _Way.of(layout.partitions, layout.header_nbytes, world_size)
+        way = layout.details
+        assert isinstance(way, _Way)
         if not message.sections:
             message.sections = _sections(way, layout.partitions, rank)
         inside, arriving, represented, own_up, own_down, held_down, other_down = message.sections

@@ -344,9 +344,11 @@ class Message:
 
     def _put_back(self, names: Set[str]) -> None:
         for undo in (prepared.undo for prepared in self._encodes.values()):
-            for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
-                if self.blocks[place].partition.name in names:
-                    torch.mul(saved, self.blocks[place].unit_ratio, out=residual)
+            for (place, kept), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
+                block = self.blocks[place]
+                if block.partition.name in names:
+                    has_units = kept is not block.memory.get(Slot.FACTOR)
+                    torch.mul(saved, block.unit_ratio if has_units else 1.0, out=kept)
 
     def write_flags(self, out: Tensor, nonfinite: Set[str], op: Literal["sum", "max"]) -> None:
         """Write which parameters this rank's backward reached, and what is not finite, as numbers to be combined."""

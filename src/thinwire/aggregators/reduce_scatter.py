@@ -1,6 +1,5 @@
 """Gradients to their owners and no further: an all-to-all of C(g + e), summed by the rank that keeps the shard."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -9,11 +8,11 @@ from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, check_no_vote, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
-from thinwire.aggregators.statistic import agree, statistic_round
-from thinwire.comm.rounds import AllToAll, Exchange, Transfer
+from thinwire.aggregators.owners import fill, places_of_all, places_owned, send_to_owners
+from thinwire.aggregators.statistic import statistic_round
+from thinwire.comm.rounds import AllToAll, Exchange
 from thinwire.compressors import Compressor, Identity
 from thinwire.feedback import Feedback
-from thinwire.wire import split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,55 +59,37 @@ class ReduceScatter(Aggregator):
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
         agreement, shared = statistic_round(partitions, len(names), world_size)
         header = header_nbytes(len(names))
-        nbytes = [header] * world_size
-        up: list[int] = []
-        for partition in partitions:
-            up.append(nbytes[partition.owner])
-            nbytes[partition.owner] += partition.aggregator.up.nbytes(partition.spec)
+        nbytes, up = fill(partitions, world_size, lambda p: p.aggregator.up.nbytes(p.spec), header=header)
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=(*agreement, AllToAll(tuple(nbytes))),
+            rounds=(*agreement, AllToAll(nbytes)),
             names=names,
             header_nbytes=header,
-            up=tuple(up),
+            up=up,
             shared=shared,
         )
 
     @staticmethod
     def exchange(message: Message) -> Exchange:
         """Encode for the owners, sum what one owns. Every rank sees every header, so that all know of inf and nan."""
-        layout, rank, world_size = message.layout, message.rank, message.layout.world_size
+        layout = message.layout
         push = layout.rounds[-1]
         assert isinstance(push, AllToAll)
         if not message.sections:
-            message.sections = _sections(layout, push, rank)
+            message.sections = _sections(layout, push, message.rank)
         everything, own = message.sections
-        buffers, header = message.buffers, layout.header_nbytes
-
-        send = buffers.take(sum(push.nbytes))
-        received = buffers.take(world_size * push.nbytes[rank])
-        yield from agree(message, everything, send)
-        bad = set[str]() if message.nonfinite else message.encode(everything, send)
-        for block in split(send, push.nbytes):
-            message.write_header(block[:header], bad, used=True)
-        yield Transfer(push, send, received)
-        buffers.give(send)
-
-        sources = split(received, [push.nbytes[rank]] * world_size)
-        message.read_headers(sources)
+        sources = yield from send_to_owners(message, everything, push)
         if message.nonfinite:
             message.finish()  # nan everywhere, and residuals as they were
         else:
             for source, data in enumerate(sources):
                 message.decode(own, data, accumulate=source > 0)
-        buffers.give(received)
+        message.buffers.give(sources[0])
 
 
 def _sections(layout: MessageLayout, push: AllToAll, rank: int) -> tuple[Section, Section]:
     """Where blocks lie: in what is sent to the owners, and in what comes from one rank."""
-    owners = [partition.owner for partition in layout.partitions]
-    own = [place for place, owner in enumerate(owners) if owner == rank]
-    starts = list(itertools.accumulate(push.nbytes, initial=0))
-    every = [starts[owner] + start for owner, start in zip(owners, layout.up, strict=True)]
-    return Section(range(len(owners)), every), Section(own, [layout.up[place] for place in own])
+    own = places_owned(layout.partitions, rank)
+    every = places_of_all(layout.partitions, push.nbytes, layout.up)
+    return Section(range(len(every)), every), Section(own, [layout.up[place] for place in own])

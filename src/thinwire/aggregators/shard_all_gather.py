@@ -1,6 +1,5 @@
 """What owners hold to all ranks: an all-gather of C(w), decoded from the same bytes by everyone, the owner too."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -9,6 +8,7 @@ from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import typical_contract
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
+from thinwire.aggregators.owners import fill, places_of_all, places_owned
 from thinwire.comm.rounds import AllGather, Exchange, Transfer
 from thinwire.compressors import Compressor, Contract, Contractive, Unbiased
 from thinwire.errors import RecipeError
@@ -63,18 +63,14 @@ class ShardAllGather(Aggregator):
         """Per owner one block: a header, then its partitions."""
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
         header = header_nbytes(len(names))
-        nbytes = [header] * world_size
-        down: list[int] = []
-        for partition in partitions:
-            down.append(nbytes[partition.owner])
-            nbytes[partition.owner] += partition.aggregator.down.nbytes(partition.spec)
+        nbytes, down = fill(partitions, world_size, lambda p: p.aggregator.down.nbytes(p.spec), header=header)
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=(AllGather(tuple(nbytes)),),
+            rounds=(AllGather(nbytes),),
             names=names,
             header_nbytes=header,
-            down=tuple(down),
+            down=down,
         )
 
     @staticmethod
@@ -103,13 +99,11 @@ class ShardAllGather(Aggregator):
 
 def _sections(layout: MessageLayout, gather: AllGather, rank: int) -> tuple[Section, Section]:
     """Where blocks lie: in what this rank sends, and in what all ranks get."""
-    owners = [partition.owner for partition in layout.partitions]
-    own = [place for place, owner in enumerate(owners) if owner == rank]
-    starts = list(itertools.accumulate(gather.nbytes, initial=0))
-    every = [starts[owner] + start for owner, start in zip(owners, layout.down, strict=True)]
+    own = places_owned(layout.partitions, rank)
+    every = places_of_all(layout.partitions, gather.nbytes, layout.down)
     return (
         Section(own, [layout.down[place] for place in own], down=True),
-        Section(range(len(owners)), every, down=True),
+        Section(range(len(every)), every, down=True),
     )
 
 

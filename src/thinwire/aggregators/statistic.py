@@ -49,11 +49,9 @@ def agree(message: Message, section: Section, out: Tensor) -> Exchange:
     message.write_flags(flags, message.measure(section, out), reduce.op)
     yield Transfer(reduce, vector, vector)
     message.read_flags(flags, reduce.op)
-    statistics = vector[flags.numel() :]
-    if not bool(statistics.isfinite().all()):
-        if not message.nonfinite:  # all are finite alone, but not together
-            ends = [*message.layout.shared[1:], vector.numel()]
-            for partition, start, end in zip(message.layout.partitions, message.layout.shared, ends, strict=True):
-                if not bool(vector[start:end].isfinite().all()):
-                    message.nonfinite.add((MEAN, partition.name))
-        statistics.nan_to_num_(0.0, 0.0, 0.0)  # what is encoded by them is not delivered
+    if not message.nonfinite and not bool(vector[flags.numel() :].isfinite().all()):
+        # All are finite alone, but not together.
+        ends = [*message.layout.shared[1:], vector.numel()]
+        for partition, start, end in zip(message.layout.partitions, message.layout.shared, ends, strict=True):
+            if not bool(vector[start:end].isfinite().all()):
+                message.nonfinite.add((MEAN, partition.name))

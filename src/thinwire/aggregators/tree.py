@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.halving import Merge, halving
 from thinwire.aggregators.message import Message, Section
+from thinwire.aggregators.owners import fill, places_of_all
 from thinwire.aggregators.statistic import agree, statistic_round
 from thinwire.comm.rounds import AllGather, Exchange, SendRecv, Transfer
 from thinwire.compressors import Compressor, Identity
@@ -75,14 +76,8 @@ class TreeReduce(Aggregator):
         """Per owner one block of its partitions; moves are runs of owners' blocks."""
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
         agreement, shared = statistic_round(partitions, len(names), world_size)
-        owned = [0] * world_size
-        for partition in partitions:
-            owned[partition.owner] += partition.aggregator.up.nbytes(partition.spec)
+        owned, places = fill(partitions, world_size, lambda p: p.aggregator.up.nbytes(p.spec))
         starts = list(itertools.accumulate(owned, initial=0))
-        filled, up = starts[:-1], list[int]()
-        for partition in partitions:
-            up.append(filled[partition.owner])
-            filled[partition.owner] += partition.aggregator.up.nbytes(partition.spec)
         moves = [
             tuple((m.source, m.target, starts[m.first], starts[m.last]) for m in merges)
             for merges in halving(world_size)
@@ -90,10 +85,10 @@ class TreeReduce(Aggregator):
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=(*agreement, *(SendRecv(step, world_size) for step in moves), AllGather(tuple(owned))),
+            rounds=(*agreement, *(SendRecv(step, world_size) for step in moves), AllGather(owned)),
             names=names,
             header_nbytes=0,
-            up=tuple(up),
+            up=tuple(places_of_all(partitions, owned, places)),
             shared=shared,
         )
 

@@ -1,6 +1,5 @@
 """Two-way compressed exchange through owners: all-to-all of C(g + e), then all-gather of the owners' C(mean + e')."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +7,8 @@ from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, check_no_vote, check_one_mask, check_own_scale, feedback_suffix
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
-from thinwire.aggregators.statistic import agree, statistic_round
+from thinwire.aggregators.owners import fill, places_of_all, places_owned, send_to_owners
+from thinwire.aggregators.statistic import statistic_round
 from thinwire.comm.rounds import AllGather, AllToAll, Exchange, Transfer
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
@@ -71,22 +71,16 @@ class TwoShot(Aggregator):
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
         agreement, shared = statistic_round(partitions, len(names), world_size)
         header = header_nbytes(len(names))
-        up_nbytes, down_nbytes = [header] * world_size, [header] * world_size
-        up: list[int] = []
-        down: list[int] = []
-        for partition in partitions:
-            up.append(up_nbytes[partition.owner])
-            down.append(down_nbytes[partition.owner])
-            up_nbytes[partition.owner] += partition.aggregator.up.nbytes(partition.spec)
-            down_nbytes[partition.owner] += partition.aggregator.down.nbytes(partition.spec)
+        up_nbytes, up = fill(partitions, world_size, lambda p: p.aggregator.up.nbytes(p.spec), header=header)
+        down_nbytes, down = fill(partitions, world_size, lambda p: p.aggregator.down.nbytes(p.spec), header=header)
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=(*agreement, AllToAll(tuple(up_nbytes)), AllGather(tuple(down_nbytes))),
+            rounds=(*agreement, AllToAll(up_nbytes), AllGather(down_nbytes)),
             names=names,
             header_nbytes=header,
-            up=tuple(up),
-            down=tuple(down),
+            up=up,
+            down=down,
             shared=shared,
         )
 
@@ -102,19 +96,10 @@ class TwoShot(Aggregator):
         all_up, own_up, own_down, all_down = message.sections
         buffers, header = message.buffers, layout.header_nbytes
 
-        # Up: C(g + e) to the owners. Every block, also to ranks that own nothing here, carries the header.
-        send = buffers.take(sum(push.nbytes))
-        received = buffers.take(world_size * push.nbytes[rank])
-        yield from agree(message, all_up, send)
-        bad = set[str]() if message.nonfinite else message.encode(all_up, send)
-        for block in split(send, push.nbytes):
-            message.write_header(block[:header], bad, used=True)
-        yield Transfer(push, send, received)
-        buffers.give(send)
+        # Up: C(g + e) to the owners.
+        sources = yield from send_to_owners(message, all_up, push)
 
         # Mean, in rank order, into the values of the partitions owned here: they have been sent.
-        sources = split(received, [push.nbytes[rank]] * world_size)
-        message.read_headers(sources)
         own = buffers.take(pull.nbytes[rank])
         gathered = buffers.take(sum(pull.nbytes))
         bad = set[str]()
@@ -127,7 +112,7 @@ class TwoShot(Aggregator):
         else:
             message.hold(own_down)
         message.write_header(own[:header], bad, used=False)
-        buffers.give(received)
+        buffers.give(sources[0])
         yield Transfer(pull, own, gathered)
         buffers.give(own)
 
@@ -142,13 +127,11 @@ class TwoShot(Aggregator):
 
 def _sections(layout: MessageLayout, push: AllToAll, pull: AllGather, rank: int) -> tuple[Section, ...]:
     """Where blocks lie: in what is sent to the owners, what comes from one rank, one's own means, everyone's means."""
-    owners = [partition.owner for partition in layout.partitions]
-    every = range(len(owners))
-    own = [place for place in every if owners[place] == rank]
-    up_starts, down_starts = (list(itertools.accumulate(r.nbytes, initial=0)) for r in (push, pull))
+    partitions, own = layout.partitions, places_owned(layout.partitions, rank)
+    every = range(len(partitions))
     return (
-        Section(every, [up_starts[owners[i]] + layout.up[i] for i in every]),
+        Section(every, places_of_all(partitions, push.nbytes, layout.up)),
         Section(own, [layout.up[i] for i in own]),
         Section(own, [layout.down[i] for i in own], down=True),
-        Section(every, [down_starts[owners[i]] + layout.down[i] for i in every], down=True),
+        Section(every, places_of_all(partitions, pull.nbytes, layout.down), down=True),
     )

@@ -54,7 +54,7 @@ class Fidelity:
         """Return one row; see ``docs/gradients.md``. Says before every recorded step what it is doing."""
         params = {name: torch.empty(shape) for name, shape in self.shapes.items()}
         plan = build_plan(params.items(), lambda _: aggregator, self.recording.num_ranks)
-        sent = sum(p.aggregator.up.nbytes(p.spec) for param in plan.params for p in param.partitions)
+        sent = sum(p.aggregator.sent_once_nbytes(p.spec) for param in plan.params for p in param.partitions)
         compressor = aggregator.up
         return {
             "recipe": aggregator.recipe(),

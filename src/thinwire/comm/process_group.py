@@ -92,6 +92,12 @@ def _send_recv(transfer: Transfer, moves: SendRecv, group: dist.ProcessGroup, me
             cut.setdefault(target, []).append(transfer.send[start:stop])
         if target == rank:
             sizes[source] += stop - start
+    wanted = max((stop for source, _, _, stop in moves.moves if source == rank), default=0), sum(sizes)
+    if transfer.send.nbytes < wanted[0] or transfer.receive.nbytes != wanted[1]:
+        raise ScheduleError(
+            f"expected at least {wanted[0]} bytes to send and {wanted[1]} to receive into, got {transfer.send.nbytes} "
+            f"and {transfer.receive.nbytes}"
+        )
     sends = {target: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for target, pieces in cut.items()}
     receives = split(transfer.receive, sizes)  # by source, as the moves are
     if mesh is None:
@@ -203,7 +209,7 @@ class OverlappedDriver:
 
     Args:
         group: the ranks that take part; its own collectives are never touched.
-        num_rounds: sets of lanes; round r of a schedule takes set r modulo this.
+        lane_sets: round r of a schedule takes a lane of set r modulo this.
         lanes: in each set; two keep the wire busy while one waits for the slowest peer.
         workers: threads that encode and decode.
         depth: exchanges under way at once.
@@ -216,7 +222,7 @@ class OverlappedDriver:
         self,
         group: dist.ProcessGroup,
         *,
-        num_rounds: int = 2,
+        lane_sets: int = 2,
         lanes: int = 2,
         workers: int = 1,
         depth: int = 6,
@@ -237,7 +243,7 @@ class OverlappedDriver:
         self._lanes: list[list[Lane]] = []
         with_mesh = choose(store, ranks, self.rank)
         timeout = timeout or DEFAULT_TIMEOUT
-        for position in range(num_rounds):
+        for position in range(lane_sets):
             self._lanes.append([])
             for name in (f"lane-{position}-{lane}" for lane in range(lanes)):
                 group = own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout)

@@ -2,11 +2,11 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import torch
 
 from thinwire.aggregators import (
+    Aggregator,
     Block,
     Dense,
     Gather,
@@ -24,6 +24,7 @@ from thinwire.feedback import Slot
 from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob, VoteJob, active
 from thinwire.plan import Plan
 from thinwire.random import Key
+from thinwire.state import State
 
 
 def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) -> float:
@@ -39,7 +40,7 @@ def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) 
     if not partitions:
         return 0.0
     if any(isinstance(p.aggregator, PowerSGD) for p in partitions):
-        return _alone(partitions, threads, repeats)
+        return _alone(plan, threads, repeats)
     generator = torch.Generator().manual_seed(0)
     blocks = [_Block(p, rank, plan.world_size, threads, generator) for p in partitions]
     for block in blocks:  # bytes to decode where another rank would have made them
@@ -58,28 +59,27 @@ def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) 
     return best
 
 
-def _alone(partitions: Sequence[Partition], threads: int, repeats: int) -> float:
+def _alone(plan: Plan, threads: int, repeats: int) -> float:
     """Return the seconds of an exchange by one rank alone, which does what each of several does."""
     generator = torch.Generator().manual_seed(0)
-    messages: list[Message] = []
-    kinds = {type(p.aggregator) for p in partitions}
-    for kind in kinds:
-        own = [p for p in partitions if type(p.aggregator) is kind]
-        blocks = [Block(p, torch.randn(p.numel, generator=generator, dtype=torch.float32) * 1e-3) for p in own]
-        for block in blocks:
-            for slot in block.partition.aggregator.slots:
-                numel = block.partition.aggregator.factor_numel(block.partition.spec.shape)
-                numel = numel if slot is Slot.FACTOR else block.partition.numel
-                block.memory = {**block.memory, slot: torch.zeros(numel, dtype=torch.float32)}
-            block.residual = dict(block.memory).pop(Slot.WORKER, None)
-        messages.append(Message(kind.lay_out([dataclasses.replace(p, owner=0) for p in own], 1), blocks, 0))
+    state = State(plan, {p.info.name: torch.empty(p.info.shape, device="meta") for p in plan.params}, 0)
+    by_kind: dict[type[Aggregator], list[Block]] = {}
+    for param in plan.params:
+        for p in param.partitions:
+            value = torch.randn(p.numel, generator=generator, dtype=torch.float32) * 1e-3
+            block = state.block(dataclasses.replace(p, owner=0), value, param.slots)
+            by_kind.setdefault(type(p.aggregator), []).append(block)
+    by_kind.pop(Dense, None)
+    messages = [
+        (kind, Message(kind.lay_out([block.partition for block in blocks], 1), blocks, 0, threads=threads))
+        for kind, blocks in by_kind.items()
+    ]
     best = float("inf")
     for step in range(repeats):
         started = time.perf_counter()
-        for message in messages:
-            message.threads = threads
+        for kind, message in messages:
             message.begin(step)
-            run_lock_step([type(message.layout.partitions[0].aggregator).exchange(message)], message.layout.rounds)
+            run_lock_step([kind.exchange(message)], message.layout.rounds)
         best = min(best, time.perf_counter() - started)
     return best
 

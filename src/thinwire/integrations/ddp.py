@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Hierarchical
+from thinwire.aggregators import Gather, Hierarchical
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
@@ -23,7 +23,8 @@ from thinwire.integrations.sparse import sparse_names
 from thinwire.integrations.topology import Topology, node_sizes
 from thinwire.integrations.watch import Watch, left_over
 from thinwire.phases import Phases, build_phases
-from thinwire.plan import Plan, PlanOptions
+from thinwire.plan import Plan
+from thinwire.policy import PlanOptions
 from thinwire.schedule import Phase, Schedule
 
 Recipe = Phase | Schedule
@@ -76,6 +77,11 @@ def make_link(
             isinstance(param.aggregator, Hierarchical) for _, plan in phases.plans for param in plan.params
         ):
             raise AttachError("nodes: expected a recipe that knows of nodes, as 'hier/int8' does; drop the argument")
+        if scaler is not None and (voting := _voting(phases)):
+            raise AttachError(
+                f"{voting[0]}: 'sign' delivers +1 and -1 whatever the loss scale, and a GradScaler would divide them "
+                "by it; drop the scaler, or use 'onebit'"
+            )
         if optimizer is None and any(
             param.aggregator.feedback is not None and param.aggregator.feedback.needs_learning_rate
             for _, plan in phases.plans
@@ -187,6 +193,12 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
             raise AttachError(
                 f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo only"
             )
+
+
+def _voting(phases: Phases) -> list[str]:
+    """Return the parameters that ranks vote on, in any phase."""
+    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    return [name for name, aggregator in settings if isinstance(aggregator, Gather) and aggregator.votes]
 
 
 def _has_momentum(plan: Plan) -> bool:

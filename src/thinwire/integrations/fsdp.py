@@ -1,7 +1,5 @@
 """FSDP2 (`fully_shard`): gradients compressed on their way to their shards, weights on theirs to all ranks."""
 
-# pyright: reportPrivateUsage=false
-
 import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from thinwire.integrations.agreement import agree
 from thinwire.integrations.fsdp_groups import ShardGroup, shard_groups, shard_process_group
 from thinwire.integrations.fsdp_plan import Recipe, ShardPlan, build_shard_plan
 from thinwire.integrations.stats import StepStats
-from thinwire.plan import PlanOptions
+from thinwire.policy import PlanOptions
 from thinwire.state import State
 
 
@@ -98,11 +96,11 @@ class ShardLink:
     def close(self) -> None:
         """Give FSDP2 its own collectives back and leave the process groups. Collective."""
         for group in self._groups:
-            if isinstance(group.inner._reduce_scatter_comm, _GroupExchange):
-                group.module.set_custom_reduce_scatter(group.inner._reduce_scatter_comm.before)
+            if isinstance(group.reduce_scatter, _GroupExchange):
+                group.module.set_custom_reduce_scatter(group.reduce_scatter.before)
         for group in self._gathered:
-            if isinstance(group.inner._all_gather_comm, _WeightGather):
-                group.module.set_custom_all_gather(group.inner._all_gather_comm.before)
+            if isinstance(group.all_gather, _WeightGather):
+                group.module.set_custom_all_gather(group.all_gather.before)
         self._driver.close()
 
     def run(self, which: int, messages: list[Message]) -> None:
@@ -171,7 +169,7 @@ class _GroupExchange:
     """FSDP2's custom reduce-scatter for one group."""
 
     def __init__(self, link: ShardLink, which: int, group: ShardGroup, rank: int) -> None:
-        self.before = group.inner._reduce_scatter_comm
+        self.before = group.reduce_scatter
         self._link, self._which, self._group, self._rank = link, which, group, rank
         self._messages: list[Message] | None = None  # made in the first step
 
@@ -216,7 +214,7 @@ class _WeightGather:
     """FSDP2's custom all-gather for one group."""
 
     def __init__(self, link: ShardLink, group: ShardGroup, rank: int) -> None:
-        self.before = group.inner._all_gather_comm
+        self.before = group.all_gather
         self._link, self._group, self._rank = link, group, rank
         self._step = 0  # keys the random streams; that of the last forward pass
         self._messages: list[Message] | None = None  # made in the first step
@@ -284,7 +282,7 @@ def make_shard_link(
     group = common_group(shard_process_group(model))
     world_size = dist.get_world_size(group)
     workers = max(1, min(4, torch.get_num_threads()) if workers is None else workers)
-    driver = OverlappedDriver(group, num_rounds=2, workers=workers, timeout=timeout)
+    driver = OverlappedDriver(group, workers=workers, timeout=timeout)
     groups: list[ShardGroup] = []
     gathered: list[ShardGroup] = []
 

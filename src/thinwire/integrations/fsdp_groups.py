@@ -61,6 +61,16 @@ class ShardGroup:
     shard_numel: int
 
     @property
+    def reduce_scatter(self) -> Any:
+        """FSDP2's present reduce-scatter of these parameters."""
+        return self.inner._reduce_scatter_comm
+
+    @property
+    def all_gather(self) -> Any:
+        """FSDP2's present all-gather of these parameters."""
+        return self.inner._all_gather_comm
+
+    @property
     def in_backward(self) -> bool:
         """Whether FSDP2 gathers these parameters, or prefetches them, for a backward pass."""
         return self.inner._training_state.name == "PRE_BACKWARD"

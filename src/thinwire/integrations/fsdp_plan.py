@@ -11,7 +11,8 @@ from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.integrations.fsdp_groups import ShardedParam, ShardGroup
-from thinwire.plan import Patterns, Plan, PlannedParam, PlanOptions, Policy, build_plan
+from thinwire.plan import Plan, PlannedParam, build_plan
+from thinwire.policy import Patterns, PlanOptions, Policy
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_compressor
 

@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MANY, MEAN, Block, BufferPool, Message, Partition
-from thinwire.comm.process_group import Outcome, OverlappedDriver, all_gather_text
+from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
+from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.comm.tracing import span, title
-from thinwire.errors import LossScaleError, LostGradientError, NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
+from thinwire.integrations.clipping import clipped_blocks, set_clipping
 from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
 from thinwire.integrations.stats import StepStats, Totals
+from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
-from thinwire.kernels.reference_steps import tree_sum
 from thinwire.phases import Phases
 from thinwire.plan import Plan
 from thinwire.state import State
@@ -257,7 +258,7 @@ class Link:
             messages = ours.messages
             for message in messages:
                 self._begin_message(step, message)
-            _clip(ours.clipped, step.loss_scale)
+            set_clipping(ours.clipped, step.loss_scale)
         raw: torch.futures.Future[Any] = torch.futures.Future()
         waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
         with self._lock:
@@ -322,7 +323,7 @@ class Link:
             copied = not plan.is_dense and buffer.dtype != torch.float32
             work = torch.empty_like(buffer, dtype=torch.float32) if copied else buffer
             messages = [] if plan.is_dense else self._messages(source, plan, work)
-            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages, _clipped(messages))
+            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages, clipped_blocks(messages))
         if bucket.is_last():
             self._buckets = {i: kept for i, kept in self._buckets.items() if i <= index}
         return ours
@@ -463,16 +464,16 @@ class Link:
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
                 message.restore()
-            step.error = self._scales_differ(step)
+            step.error = scales_differ(step.loss_scale, step.number, self._driver.control)
         elif step.error is None and nonfinite and self._scaler is not None:
             for message in step.messages:
                 message.restore()
             self.skipped_steps += 1
         elif step.error is None:
             if nonfinite:
-                step.error = self._report(nonfinite)
-            elif step.number % NORM_EVERY == 0 and not step.delivered:
-                step.error = self._lost(step)
+                step.error = self._raise_or_warn(not_finite(nonfinite))
+            elif step.number % NORM_EVERY == 0 and not step.delivered and not _may_hold_back(step):
+                step.error = lost(step.local_norm, step.number, self._driver.control)
             self.state.step += 1
             self._commit_units(step)
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
@@ -498,48 +499,11 @@ class Link:
         for name in {name for _, name in fresh} & step.learning_rates.keys():
             self.state.learning_rates[name] = step.learning_rates[name]
 
-    def _report(self, nonfinite: list[tuple[int, str]]) -> NonFiniteError | None:
-        rank, name = nonfinite[0]
-        where = {MEAN: "the mean over ranks", MANY: "several ranks"}.get(rank, f"rank {rank}")
-        error = NonFiniteError(
-            f"the gradient of {name!r} on {where} holds inf or nan, or does not fit its wire dtype ({len(nonfinite)} "
-            "such contributions); nan was delivered on all ranks and the residuals kept. With mixed precision pass "
-            "scaler=GradScaler to attach; otherwise look at the loss, or pass on_nonfinite='warn'"
-        )
+    def _raise_or_warn(self, error: NonFiniteError) -> NonFiniteError | None:
         if self._on_nonfinite == "raise":
             return error
         logging.getLogger("thinwire").warning("%s", error)
         return None
-
-    def _scales_differ(self, step: _Step) -> Exception:
-        """Ask all ranks for their scales, now that no exchange is under way. Collective: all know of it."""
-        try:
-            scales = [float(text) for text in all_gather_text(repr(step.loss_scale), self._driver.control)]
-        except Exception as error:
-            return error
-        usual = max(scales, key=scales.count)
-        others = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales) if scale != usual)
-        return LossScaleError(
-            f"expected GradScalers of one scale on all ranks, got {usual:g} on most while {others}, in step "
-            f"{step.number}: gradients are in different units; nothing was delivered and residuals kept. Give all "
-            "scalers the same arguments, load the same scaler state everywhere, and call step() and update() alike"
-        )
-
-    def _lost(self, step: _Step) -> Exception | None:
-        """Ask all ranks for the norms of what they gave, where nothing but zeros came back. Collective, like that."""
-        if any(p.aggregator.up.holds_back(p.spec) for message in step.messages for p in message.layout.partitions):
-            return None  # sparse kinds may well have sent zeros only, and keep the rest
-        try:
-            norms = [float(text) for text in all_gather_text(repr(step.local_norm), self._driver.control)]
-        except Exception as error:
-            return error
-        given = ", ".join(f"rank {rank}: {norm:.3g}" for rank, norm in enumerate(norms) if norm > 0)
-        if not given:
-            return None
-        return LostGradientError(
-            f"step {step.number} delivered zeros only, while gradients have norms of ({given}): they are too small for "
-            "what the recipe sends, or cancel. Use a GradScaler, a larger loss, or a recipe with a scale, as int8"
-        )
 
     def _residual_ratio(self, step: _Step) -> float:
         gradient = step.squared_norm / step.loss_scale**2
@@ -593,30 +557,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def _clipped(messages: Sequence[Message]) -> list[tuple[Block, float]]:
-    """Return the blocks of clipped parameters with the largest norm of each parameter.
-
-    In the order of the parameter, whatever the order of messages: how it is cut must not show in the sum.
-    """
-    clipped: list[tuple[Block, float]] = []
-    for message in messages:
-        for block in message.blocks:
-            feedback = block.partition.aggregator.feedback
-            largest = None if feedback is None else feedback.largest_norm(message.layout.world_size)
-            if largest is not None:
-                clipped.append((block, largest))
-    return sorted(clipped, key=lambda one: (one[0].partition.name, one[0].partition.offset))
-
-
-def _clip(clipped: Sequence[tuple[Block, float]], loss_scale: float) -> None:
-    """Set the factors that clip gradients, each by the norm over its whole parameter."""
-    squares: dict[str, float] = {}
-    for block, _ in clipped:
-        square = float(tree_sum(block.value.to(torch.float64).square()))
-        squares[block.partition.name] = squares.get(block.partition.name, 0.0) + square
-    for block, largest in clipped:
-        norm = squares[block.partition.name] ** 0.5 / loss_scale
-        block.gradient_scale = 1.0 if norm <= largest else largest / norm  # nan where the norm is
+def _may_hold_back(step: _Step) -> bool:
+    """Whether sparse kinds may have sent zeros only, and keep the rest."""
+    partitions = (p for message in step.messages for p in message.layout.partitions)
+    return any(p.aggregator.up.holds_back(p.spec) for p in partitions)
 
 
 def _values(message: Message) -> list[Tensor]:

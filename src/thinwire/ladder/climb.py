@@ -17,7 +17,7 @@ from thinwire.ladder.exact import dense, replicas, resume
 from thinwire.ladder.parity import parity
 from thinwire.ladder.report import Report, Rung
 from thinwire.ladder.training import Factory, Trial
-from thinwire.plan import PlanOptions
+from thinwire.policy import PlanOptions
 from thinwire.schedule import Schedule, parse_schedule
 
 LADDER: Mapping[str, Callable[[Trial], Rung]] = {

@@ -17,7 +17,7 @@ from thinwire.errors import ThinwireError
 from thinwire.integrations.ddp import Recipe
 from thinwire.integrations.link import Link
 from thinwire.integrations.replicas import digests
-from thinwire.plan import PlanOptions
+from thinwire.policy import PlanOptions
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> a scalar
 Factory = Callable[[], "nn.Module | tuple[nn.Module, Loss]"]
