@@ -18,6 +18,7 @@ from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compose as Compose
 from thinwire.compressors import Compressor as Compressor
+from thinwire.compressors import FixedPoint as FixedPoint
 from thinwire.compressors import GlobalExponential as GlobalExponential
 from thinwire.compressors import GlobalLinear as GlobalLinear
 from thinwire.compressors import Identity as Identity

@@ -32,6 +32,7 @@ from thinwire.compressors import (
     Cast,
     Compose,
     Compressor,
+    FixedPoint,
     GlobalExponential,
     GlobalLinear,
     Identity,
@@ -127,6 +128,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
     "terngrad": _Kind(TernGrad, {"shared": ("shared", True)}, {"block": int, "clip": float}),
     "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
+    "fixpoint": _Kind(FixedPoint, {}, {"block": int}, ("bits", int, "fixpoint:4")),
     "onebit": _Kind(OneBit, _SCALES),
     "sign": _Kind(Sign, _TIES),
     "topk": _Kind(

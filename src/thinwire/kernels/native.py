@@ -18,6 +18,8 @@ from thinwire.kernels.native_block_cast import decode_block_cast as decode_block
 from thinwire.kernels.native_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_fixed_point import decode_fixed_point as decode_fixed_point
+from thinwire.kernels.native_fixed_point import encode_fixed_point as encode_fixed_point
 from thinwire.kernels.native_global import decode_global_exponential as decode_global_exponential
 from thinwire.kernels.native_global import decode_global_linear as decode_global_linear
 from thinwire.kernels.native_global import encode_global_exponential as encode_global_exponential

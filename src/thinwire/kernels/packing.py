@@ -122,6 +122,12 @@ def check_min_max(bits: int, block: int, bagua: bool, stochastic: bool) -> None:
         raise ValueError("min-max: BAGUA's rule rounds to nearest, got stochastic=True")
 
 
+def check_fixed_point(bits: int, block: int) -> None:
+    """Raise unless there are such codes."""
+    if not 2 <= bits <= 8 or block < 0:
+        raise ValueError(f"fixed-point codes: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
+
+
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
     """Raise where there is no key to draw random numbers with."""
     # A batch always has keys.
@@ -211,6 +217,12 @@ def ternary_code_nbytes(block: int, shared: bool) -> PayloadNbytes:
 def min_max_nbytes(bits: int, block: int) -> PayloadNbytes:
     """Return the payload of `encode_min_max`."""
     return lambda n, _: 8 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
+
+
+@functools.cache
+def fixed_point_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_fixed_point`."""
+    return lambda n, _: 2 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
 def one_bit_nbytes(n: int, _: int) -> int:

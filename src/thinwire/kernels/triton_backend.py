@@ -20,6 +20,8 @@ from thinwire.kernels.triton_cast import decode_cast as decode_cast
 from thinwire.kernels.triton_cast import encode_cast as encode_cast
 from thinwire.kernels.triton_dither import decode_dither as decode_dither
 from thinwire.kernels.triton_dither import encode_dither as encode_dither
+from thinwire.kernels.triton_fixed_point import decode_fixed_point as decode_fixed_point
+from thinwire.kernels.triton_fixed_point import encode_fixed_point as encode_fixed_point
 from thinwire.kernels.triton_global import decode_global_exponential as decode_global_exponential
 from thinwire.kernels.triton_global import decode_global_linear as decode_global_linear
 from thinwire.kernels.triton_global import encode_global_exponential as encode_global_exponential
