@@ -145,7 +145,7 @@ def check_top_k(
 ) -> None:
     """Raise where values have no such dtype, where indices have no room in 16 bits, or where k is none of n."""
     check_dtype(dtype, *dtypes)
-    if isinstance(jobs, Batch) and jobs.packed_for == _purpose(top_k_nbytes(dtype, chunked), k):
+    if isinstance(jobs, Batch) and jobs.packed_for == purpose(top_k_nbytes(dtype, chunked), k):
         return  # checked when it was packed
     lengths = [(job.x if isinstance(job, EncodeJob) else job.out).numel() for job in jobs]
     longest = max(lengths, default=0)
@@ -166,7 +166,7 @@ def check_random_k(
         raise ValueError(
             f"random-k: expected a block from 1 to {MAX_BLOCK} and a period of at least 0, got {block} and {period}"
         )
-    if isinstance(jobs, Batch) and jobs.packed_for == (random_k_nbytes(dtype, block), tuple(k)) and not period:
+    if isinstance(jobs, Batch) and jobs.packed_for == purpose(random_k_nbytes(dtype, block, period), k):
         return  # checked when it was packed
     for job, num_kept in zip(jobs, k, strict=True):
         num_units = -(-(job.x if isinstance(job, EncodeJob) else job.out).numel() // block)
@@ -242,8 +242,8 @@ def top_k_nbytes(dtype: torch.dtype, chunked: bool) -> PayloadNbytes:
 
 
 @functools.cache
-def random_k_nbytes(dtype: torch.dtype, block: int) -> PayloadNbytes:
-    """Return the payload of `encode_random_k`."""
+def random_k_nbytes(dtype: torch.dtype, block: int, period: int) -> PayloadNbytes:
+    """Return the payload of `encode_random_k`; another function for another `period`, for which k was checked."""
     return lambda _, num_kept: num_kept * block * dtype.itemsize
 
 
@@ -258,9 +258,9 @@ def pack_encode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, EncodeBatch):
-        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
+        if jobs.packed_for != purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_encode(list(jobs), payload_nbytes, k, device), _ENCODE_ROW)
-            jobs.packed_for = _purpose(payload_nbytes, k)
+            jobs.packed_for = purpose(payload_nbytes, k)
         check_tensor(jobs.buffer, torch.uint8, "out", device)
         jobs.packed["out"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["step"] = jobs.step & _MASK32
@@ -307,9 +307,9 @@ def pack_decode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, DecodeBatch):
-        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
+        if jobs.packed_for != purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_decode(list(jobs), payload_nbytes, k, device), _DECODE_ROW)
-            jobs.packed_for = _purpose(payload_nbytes, k)
+            jobs.packed_for = purpose(payload_nbytes, k)
         check_tensor(jobs.buffer, torch.uint8, "data", device)
         jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
@@ -347,7 +347,7 @@ def _rows(packed: bytes, row: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
     return np.frombuffer(bytearray(packed), dtype=row)
 
 
-def _purpose(payload_nbytes: PayloadNbytes, k: Sequence[int] | None) -> tuple[PayloadNbytes, tuple[int, ...] | None]:
+def purpose(payload_nbytes: PayloadNbytes, k: Sequence[int] | None) -> tuple[PayloadNbytes, tuple[int, ...] | None]:
     """Return what jobs are checked for. The caches above make equal settings the same function."""
     return payload_nbytes, None if k is None else tuple(k)
 
