@@ -16,11 +16,14 @@ from thinwire.integrations.topology import Topology
 from thinwire.policy import PlanOptions
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
     from thinwire.compressors import Compressor
     from thinwire.integrations.fsdp import ShardLink
     from thinwire.integrations.fsdp_plan import Recipe as ShardRecipe
+    from thinwire.schedule import Phase
 
 
 @overload
@@ -29,6 +32,8 @@ def attach(
     recipe: "ShardRecipe",
     *,
     weights: "str | Compressor | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: "Phase | None" = None,
     options: PlanOptions | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
@@ -43,6 +48,8 @@ def attach(
     recipe: Recipe,
     *,
     weights: "str | Compressor | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: "Phase | None" = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -62,6 +69,8 @@ def attach(
     recipe: "Recipe | ShardRecipe",
     *,
     weights: "str | Compressor | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: "Phase | None" = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -90,6 +99,9 @@ def attach(
         weights: of a `fully_shard` model only: a compressor, or its recipe without feedback ("int8", "fp16",
             "int4:rotation=32"), by which shards of weights travel to all ranks. Forward and backward passes then
             compute with what is decoded; the shards themselves stay exact. None leaves the all-gathers to FSDP2.
+        replicate_group: of a model that is sharded over one dimension of a mesh: the ranks that keep the same shards in
+            every replica, as `mesh["replicate"]`. Gradients are then averaged over replicas, too.
+        replicate_recipe: for that; `recipe` if None.
         optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it. With
             `MomentumCorrection` it is checked to have no momentum of its own.
         scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
@@ -149,6 +161,8 @@ def attach(
             model,  # type: ignore[arg-type]
             recipe,  # type: ignore[arg-type]
             weights=weights,
+            replicate_group=replicate_group,
+            replicate_recipe=replicate_recipe,
             options=options,
             on_nonfinite=on_nonfinite,
             threads=threads,
@@ -159,6 +173,11 @@ def attach(
     if weights is not None:
         raise AttachError(
             f"weights={weights!r}: only a fully_shard model sends its weights, expected attach without, got a "
+            f"{type(model).__name__}"
+        )
+    if replicate_group is not None or replicate_recipe is not None:
+        raise AttachError(
+            f"replicate_group and replicate_recipe are for fully_shard models; expected attach without, got a "
             f"{type(model).__name__}"
         )
     link = make_link(

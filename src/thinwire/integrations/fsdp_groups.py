@@ -41,6 +41,11 @@ class ShardedParam:
         first, last = (min(self.shape[0], rows * r) for r in (rank, rank + 1))
         return first * row, (last - first) * row
 
+    def shard_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Return the shape of what `rank` keeps."""
+        rows = -(-self.shape[0] // world_size)
+        return (max(0, min(self.shape[0] - rows * rank, rows)), *self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
@@ -117,6 +122,11 @@ def shard_groups(model: nn.Module, world_size: int, *, weights: bool = False) ->
                 "custom reduce-scatter for all: expected one mesh"
             )
         for inner in found:
+            if not inner.is_sharded:
+                raise AttachError(
+                    f"{path or 'the model'} holds whole parameters, as after a forward pass without a backward one: "
+                    "attach before, or call reshard() on that module first"
+                )
             make = _weights if weights else _gradients
             group = make(path or "the model", module, inner, names, world_size)
             if group.params and all(group.inner is not other.inner for other in groups):
@@ -130,7 +140,7 @@ def _check_param(name: str, param: DTensor, world_size: int) -> None:
         raise AttachError(
             f"{name} lives on a mesh of {mesh.ndim} dimensions: FSDP2 sends gradients over a replicate dimension "
             "uncompressed before its all-reduce hook runs, and other dimensions are not supported; expected "
-            "fully_shard(..., mesh=) with the shard dimension alone"
+            "fully_shard(..., mesh=) with the shard dimension alone, and attach(..., replicate_group=) for replicas"
         )
     if mesh.size() != world_size:
         raise AttachError(f"{name} is sharded over {mesh.size()} ranks, other parameters over {world_size}")

@@ -15,6 +15,8 @@ from thinwire.plan import Plan, PlannedParam, build_plan
 from thinwire.policy import Patterns, PlanOptions, Policy
 from thinwire.random import parameter_key
 from thinwire.recipes import parse_compressor
+from thinwire.schedule import Phase
+from thinwire.spec import COMPRESSIBLE_DTYPES
 
 Recipe = str | TwoShot | Dense | dict[str, str] | Patterns | Policy
 
@@ -30,12 +32,15 @@ class ShardPlan:
         groups: names of the parameters that FSDP2 reduces together, for the groups in which anything is compressed.
         weights: the partitions of the weights; None where FSDP2 gathers them itself.
         weight_groups: names of the parameters that FSDP2 gathers together, likewise.
+        replicas: the partitions of this rank's shards, as they are exchanged between replicas; None where there are
+            none. It differs between the ranks of one replica, and `digest` does not cover it.
     """
 
     gradients: Plan
     groups: tuple[tuple[str, ...], ...]
     weights: Plan | None = None
     weight_groups: tuple[tuple[str, ...], ...] = ()
+    replicas: Plan | None = None
 
     def layouts(self, names: Sequence[str]) -> list[MessageLayout]:
         """Return the messages of one group's gradients."""
@@ -100,19 +105,20 @@ class ShardPlan:
     def __str__(self) -> str:
         table = str(self.gradients).rsplit("\n", 1)[0]
         busiest = max(self.sent_nbytes(rank) for rank in range(self.gradients.world_size))
+        between = "" if self.replicas is None else f"\n\nbetween replicas, of this rank's shards\n{self.replicas}"
         gradients = (
             f"{table}\n{self.gradients.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {busiest:,} sent per "
             f"step by the busiest rank in {len(self.groups)} compressed groups: {self.compression_ratio:.1f}x less "
             f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank"
         )
         if self.weights is None:
-            return gradients
+            return gradients + between
         table = str(self.weights).rsplit("\n", 1)[0]
         busiest = max(self.sent_weight_nbytes(rank) for rank in range(self.weights.world_size))
         return (
             f"{gradients}\n\nweights\n{table}\n{self.weights.raw_nbytes:,} bytes of weights, {busiest:,} sent by the "
             f"busiest rank each time {len(self.weight_groups)} compressed groups are gathered: "
-            f"{self.weight_compression_ratio:.1f}x less than their all-gathers"
+            f"{self.weight_compression_ratio:.1f}x less than their all-gathers{between}"
         )
 
 
@@ -124,8 +130,9 @@ def build_shard_plan(
     *,
     weights: str | Compressor | None = None,
     gathered: Sequence[ShardGroup] = (),
+    every_group: bool = False,
 ) -> ShardPlan:
-    """Resolve a recipe against a sharded model.
+    """Resolve a recipe against a sharded model; with `every_group` no gradients are left to FSDP2.
 
     Raises:
         RecipeError: a kind or feedback that has no one-way form.
@@ -138,6 +145,8 @@ def build_shard_plan(
     params = tuple(_sharded(param, by_name[param.info.name], whole) for param in whole.params)
     plan = Plan(params, world_size, whole.options)
     compressed = _compressed(groups, plan)
+    if every_group:
+        compressed = tuple(tuple(param.name for param in group.params) for group in groups)
     if weights is None:
         return ShardPlan(plan, compressed)
     weight_plan = _plan_weights(gathered, weights, world_size, options)
@@ -148,6 +157,42 @@ def build_shard_plan(
             "no gradient is compressed; expected a kind that rounds to nearest, as 'int8', or another recipe"
         )
     return ShardPlan(plan, compressed, weight_plan, _compressed(gathered, weight_plan))
+
+
+def build_replica_plan(
+    groups: Sequence[ShardGroup],
+    recipe: Phase,
+    rank: int,
+    world_size: int,
+    num_replicas: int,
+    options: PlanOptions | None,
+) -> Plan:
+    """Resolve a recipe against the shards that one rank keeps, which are exchanged with the same rank of each replica.
+
+    Raises:
+        RecipeError: a schedule, or another feedback than `ErrorFeedback`.
+        PlanError: as `build_plan`, or gradients that no compressor takes.
+    """
+    if isinstance(recipe, str) and " then " in recipe:
+        raise RecipeError(f"recipe {recipe!r}: schedules are not supported with FSDP2; expected one recipe")
+    params = [param for group in groups for param in group.params]
+    for group in groups:
+        if group.dtype not in COMPRESSIBLE_DTYPES:
+            raise PlanError(f"{group.params[0].name}: {group.dtype} gradients cannot be exchanged between replicas")
+    # What was summed for a shard is float32, whatever came.
+    named = [(param.name, torch.empty(param.shard_shape(rank, world_size), device="meta")) for param in params]
+    first = {param.name: param.chunk(rank, world_size)[0] for param in params}
+    plan = build_plan(named, recipe, num_replicas, options, all_reduce=False)
+
+    def keyed(planned: PlannedParam) -> PlannedParam:
+        name, feedback = planned.info.name, planned.aggregator.feedback
+        if feedback is not None and (not isinstance(feedback, ErrorFeedback) or feedback.lr_correction):
+            raise RecipeError(f"{name}: expected ErrorFeedback or none with FSDP2, got {feedback.recipe()!r}")
+        # Neither what the way to the shard draws, nor what other shards of the parameter do.
+        key = parameter_key(plan.options.seed, f"{name}[{first[name]}:]")
+        return replace(planned, partitions=tuple(replace(p, key=key) for p in planned.partitions))
+
+    return Plan(tuple(map(keyed, plan.params)), num_replicas, plan.options)
 
 
 def _named(groups: Sequence[ShardGroup]) -> list[tuple[str, torch.Tensor]]:
