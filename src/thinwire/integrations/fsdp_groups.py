@@ -66,6 +66,11 @@ class ShardGroup:
     shard_numel: int
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in their order."""
+        return tuple(param.name for param in self.params)
+
+    @property
     def reduce_scatter(self) -> Any:
         """FSDP2's present reduce-scatter of these parameters."""
         return self.inner._reduce_scatter_comm
@@ -74,6 +79,11 @@ class ShardGroup:
     def all_gather(self) -> Any:
         """FSDP2's present all-gather of these parameters."""
         return self.inner._all_gather_comm
+
+    @property
+    def pass_goes_on(self) -> bool:
+        """Whether FSDP2 waits for the end of a backward pass: an inner one, as of a checkpointed layer, may be over."""
+        return self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
     def in_backward(self) -> bool:

@@ -18,9 +18,9 @@ from thinwire.comm.process_group import OverlappedDriver, all_gather_text
 from thinwire.errors import AttachError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.fsdp_groups import ShardedParam
-from thinwire.integrations.fsdp_plan import ShardPlan
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.stats import StepStats
+from thinwire.phases import Phases
 from thinwire.plan import Plan
 from thinwire.state import State
 
@@ -29,43 +29,44 @@ class Replicas:
     """The exchange between replicas, of one rank's shards.
 
     Attributes:
-        plan: every partition of the shards.
+        phases: plans of the shards, every partition of them, by the step from which they are valid.
+        state: residuals between replicas.
         driver: over the ranks that keep the same shards.
         totals: what was counted since attach.
     """
 
     def __init__(
-        self, plan: Plan, driver: OverlappedDriver, params: Sequence[ShardedParam], rank: int, world_size: int
+        self, phases: Phases, driver: OverlappedDriver, params: Sequence[ShardedParam], rank: int, world_size: int
     ) -> None:
-        self.plan, self.driver, self.totals = plan, driver, StepStats()
+        self.phases, self.driver, self.totals = phases, driver, StepStats()
         self._place = {"shard_rank": rank, "num_shards": world_size}
         shapes = {p.name: torch.empty(p.shard_shape(rank, world_size), device="meta") for p in params}
-        self._state = State(plan, shapes, driver.rank)
+        self.state = State(phases.kept, shapes, driver.rank)
 
     @property
     def nbytes(self) -> int:
         """Memory of the residuals."""
-        return self._state.nbytes
+        return self.state.nbytes
 
     def messages(
-        self, params: Sequence[ShardedParam], own: Tensor, *, threads: int, buffers: BufferPool
+        self, plan: Plan, params: Sequence[ShardedParam], own: Tensor, *, threads: int, buffers: BufferPool
     ) -> list[Message]:
-        """Return messages that work on this rank's part of a group's flat buffer."""
+        """Return the messages of a plan that work on this rank's part of a group's flat buffer."""
         starts = {param.name: param.start for param in params}
         messages: list[Message] = []
-        for layout in self.plan.messages(list(starts)):
+        for layout in plan.messages(list(starts)):
             blocks = []
             for part in layout.partitions:
                 at = starts[part.name] + part.offset
-                slots = self.plan.by_name[part.name].slots
-                blocks.append(self._state.block(part, own[at : at + part.numel], slots))
+                slots = plan.by_name[part.name].slots
+                blocks.append(self.state.block(part, own[at : at + part.numel], slots))
             messages.append(Message(layout, blocks, self.driver.rank, threads=threads, buffers=buffers))
         return messages
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the residuals of this rank's shards, plain tensors by parameter name."""
-        self._state.step = step
-        return {**self._state.state_dict(), **self._place}
+        self.state.step = step
+        return {**self.state.state_dict(), **self._place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned on the same rank of the same replica.
@@ -76,7 +77,7 @@ class Replicas:
         for key, expected in self._place.items():
             if state.get(key) != expected:
                 raise StateError(f"state between replicas was saved with {key} {state.get(key)}, this is {expected}")
-        self._state.load_state_dict(state)
+        self.state.load_state_dict(state)
 
 
 def replica_group(group: "dist.ProcessGroup | DeviceMesh", shards: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -109,12 +110,12 @@ def replica_group(group: "dist.ProcessGroup | DeviceMesh", shards: dist.ProcessG
 
 def meet(
     model: nn.Module,
-    build: Callable[[], Plan],
-    plan: ShardPlan | None,
+    build: Callable[[], Phases],
+    settings: Sequence[str],
     failed: Exception | None,
     driver: OverlappedDriver,
     across: OverlappedDriver,
-) -> Plan:
+) -> Phases:
     """Agree with the other replicas on plans, and on weights, which FSDP2 copies to none of them. Collective.
 
     An error on any rank of any replica is raised on all: each tells the same ranks of other replicas, then its own.
@@ -122,20 +123,20 @@ def meet(
     Args:
         model: with its shards.
         build: plans the exchange between replicas.
-        plan: of this replica; None if it `failed`.
+        settings: what else must be equal in all replicas, one fact a line.
         failed: what went wrong in this replica already.
         driver: over the ranks of this replica.
         across: over the ranks that keep the same shards.
     """
 
-    def build_unless_failed() -> Plan:
+    def build_unless_failed() -> Phases:
         if failed is not None:
             raise failed
         return build()
 
     between, error = None, failed
     try:
-        between = agree(build_unless_failed, across.control, [f"plan of a replica: {plan and plan.digest}"])
+        between = agree(build_unless_failed, across.control, settings)
         shards = {name: param.to_local() for name, param in model.named_parameters() if isinstance(param, DTensor)}
         if (difference := ReplicaCheck(shards, across.control).difference()) is not None:
             raise AttachError(
