@@ -16,19 +16,24 @@ from thinwire.integrations.topology import Topology
 from thinwire.policy import PlanOptions
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-    from thinwire.compressors import Compressor
     from thinwire.integrations.fsdp import ShardLink
-    from thinwire.integrations.fsdp_plan import Recipe as ShardRecipe
+    from thinwire.integrations.fsdp_build import WeightRecipe
 
 
 @overload
 def attach(
     model: "FSDPModule",
-    recipe: "ShardRecipe",
+    recipe: Recipe,
     *,
-    weights: "str | Compressor | None" = None,
+    weights: "WeightRecipe | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: Recipe | None = None,
+    scaler: Scaler | None = None,
+    start_after: int = 0,
     options: PlanOptions | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
@@ -42,7 +47,9 @@ def attach(
     model: nn.Module,
     recipe: Recipe,
     *,
-    weights: "str | Compressor | None" = None,
+    weights: "WeightRecipe | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: Recipe | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -59,9 +66,11 @@ def attach(
 
 def attach(
     model: "nn.Module | FSDPModule",
-    recipe: "Recipe | ShardRecipe",
+    recipe: Recipe,
     *,
-    weights: "str | Compressor | None" = None,
+    weights: "WeightRecipe | None" = None,
+    replicate_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    replicate_recipe: Recipe | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Scaler | None = None,
     start_after: int = 0,
@@ -81,15 +90,19 @@ def attach(
 
     Args:
         model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
-            compressed, and with `weights` their all-gathers, without `optimizer`, `scaler`, `start_after`, `nodes`,
-            `check_replicas_every` and `loggers`.
+            compressed, and with `weights` their all-gathers, without `optimizer`, `nodes`, `check_replicas_every` and
+            `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
             int4").
         weights: of a `fully_shard` model only: a compressor, or its recipe without feedback ("int8", "fp16",
-            "int4:rotation=32"), by which shards of weights travel to all ranks. Forward and backward passes then
-            compute with what is decoded; the shards themselves stay exact. None leaves the all-gathers to FSDP2.
+            "int4:rotation=32"), by which shards of weights travel to all ranks; or a mapping from patterns to either,
+            or a function of `ParamInfo`, as for `recipe`. Forward and backward passes then compute with what is
+            decoded; the shards themselves stay exact. None leaves the all-gathers to FSDP2.
+        replicate_group: of a model that is sharded over one dimension of a mesh: the ranks that keep the same shards in
+            every replica, as `mesh["replicate"]`. Gradients are then averaged over replicas, too.
+        replicate_recipe: for that; `recipe` if None.
         optimizer: needed by `ErrorFeedback(lr_correction=True)`, which reads learning rates from it. With
             `MomentumCorrection` it is checked to have no momentum of its own.
         scaler: the GradScaler in use. A step that is not finite on any rank is then delivered as nan to all, so that
@@ -137,8 +150,6 @@ def attach(
 
         given = {
             "optimizer": optimizer,
-            "scaler": scaler,
-            "start_after": start_after,
             "nodes": nodes,
             "check_replicas_every": check_replicas_every,
             "loggers": loggers,
@@ -149,6 +160,10 @@ def attach(
             model,  # type: ignore[arg-type]
             recipe,  # type: ignore[arg-type]
             weights=weights,
+            replicate_group=replicate_group,
+            replicate_recipe=replicate_recipe,
+            scaler=scaler,
+            start_after=start_after,
             options=options,
             on_nonfinite=on_nonfinite,
             threads=threads,
@@ -159,6 +174,11 @@ def attach(
     if weights is not None:
         raise AttachError(
             f"weights={weights!r}: only a fully_shard model sends its weights, expected attach without, got a "
+            f"{type(model).__name__}"
+        )
+    if replicate_group is not None or replicate_recipe is not None:
+        raise AttachError(
+            f"replicate_group and replicate_recipe are for fully_shard models; expected attach without, got a "
             f"{type(model).__name__}"
         )
     link = make_link(

@@ -76,6 +76,7 @@ def build_phases(
     options: PlanOptions | None = None,
     *,
     start_after: int = 0,
+    all_reduce: bool = True,
 ) -> Phases:
     """Plan every phase of a schedule, or the only one.
 
@@ -85,6 +86,7 @@ def build_phases(
         world_size: number of ranks.
         options: cuts and thresholds.
         start_after: put as many dense steps before the phases.
+        all_reduce: whether a schedule without compression may use DDP's own all-reduce; else owners form the mean.
 
     Raises:
         RecipeError: an unknown recipe or a setting out of range.
@@ -97,7 +99,7 @@ def build_phases(
     if start_after:
         phases = ((0, Dense()), *((start_after + start, phase) for start, phase in phases))
     starts, policies = [start for start, _ in phases], [phase for _, phase in phases]
-    plans = [build_plan(named, policy, world_size, options) for policy in policies]  # type: ignore[arg-type]
+    plans = [build_plan(named, policy, world_size, options, all_reduce=all_reduce) for policy in policies]  # type: ignore[arg-type]
     if len(plans) > 1 and any(not plan.is_dense for plan in plans):
         # Dense phases go through owners then, too: buckets do not show in the bits of any step.
         momentum = _momentum(plans)

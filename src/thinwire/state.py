@@ -20,6 +20,7 @@ from thinwire.spec import fills_memory
 
 FORMAT = 3
 _EF21 = frozenset({Slot.ESTIMATE, Slot.DELIVERED, Slot.MEAN})  # of one parameter; they determine each other
+REPLICAS = "replicas"  # under this, what a sharded model's ranks keep of the exchange between its replicas
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
 
 
@@ -277,6 +278,11 @@ def reshard_state(
     if not states or world_size < 1:
         raise StateError(
             f"expected states to make others of, and for at least one rank, got {len(states)}, {world_size}"
+        )
+    if any(REPLICAS in state for state in states):
+        raise StateError(
+            "states saved with a replicate_group cannot be re-sharded: expected states of shards alone; go on with the "
+            "same ranks, or without residuals"
         )
     states = sorted(states, key=lambda state: state["rank"])
     first = states[0]
