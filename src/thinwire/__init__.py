@@ -44,6 +44,8 @@ from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
+from thinwire.integrations.power_sgd_state import bucket_names as bucket_names
+from thinwire.integrations.power_sgd_state import import_power_sgd as import_power_sgd
 from thinwire.ladder import selfcheck as selfcheck
 from thinwire.plan import Plan as Plan
 from thinwire.policy import ParamInfo as ParamInfo

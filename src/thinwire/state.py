@@ -144,6 +144,10 @@ class State:
             return flat.items()
         return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
 
+    def in_shape(self, name: str, flat: Tensor) -> Tensor:
+        """View a parameter's numbers, flat in its memory order, in its shape."""
+        return _logical(flat, self._params[name])
+
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
 
