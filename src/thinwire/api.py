@@ -86,7 +86,7 @@ def attach(
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
-            int4").
+            int4"); or `Allocate`, which chooses among recipes for every parameter, anew every so many steps.
         weights: of a `fully_shard` model only: a compressor, or its recipe without feedback ("int8", "fp16",
             "int4:rotation=32"), by which shards of weights travel to all ranks. Forward and backward passes then
             compute with what is decoded; the shards themselves stay exact. None leaves the all-gathers to FSDP2.
