@@ -9,6 +9,7 @@ from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.allocate import Allocate as Allocate
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
 from thinwire.comm.tracing import merge_traces as merge_traces
@@ -45,6 +46,8 @@ from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
+from thinwire.integrations.power_sgd_state import bucket_names as bucket_names
+from thinwire.integrations.power_sgd_state import import_power_sgd as import_power_sgd
 from thinwire.ladder import selfcheck as selfcheck
 from thinwire.plan import Plan as Plan
 from thinwire.policy import ParamInfo as ParamInfo

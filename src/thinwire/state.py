@@ -145,6 +145,10 @@ class State:
             return flat.items()
         return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
 
+    def in_shape(self, name: str, flat: Tensor) -> Tensor:
+        """View a parameter's numbers, flat in its memory order, in its shape."""
+        return _logical(flat, self._params[name])
+
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
 
@@ -293,14 +297,19 @@ def reshard_state(
         for key in ("format", "step", "loss_scale", "owners"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
+        chosen = [state.get("allocation", {}).get("chosen") for state in (state, first)]
+        if chosen[0] != chosen[1]:
+            raise StateError(f"rank {state['rank']} and rank 0 have not chosen the same recipes")
         for slot in Slot:
             if not slot.owned and (differing := sorted(set(state[slot]) ^ set(first[slot]))):
                 what = f"{slot} tensor for {differing[0]!r}"
                 raise StateError(f"rank {state['rank']} and rank 0 do not both have a {what}")
     kept = {slot: _merged(slot, states) for slot in Slot}
+    measured = {"allocation": _mean_errors(states)} if "allocation" in first else {}
     return [
         {
             **first,
+            **measured,
             "rank": rank,
             "world_size": world_size,
             "partition_numel": partition_numel,
@@ -325,6 +334,16 @@ def _merged(slot: Slot, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor
             total += tensor
         merged[name] = (total if slot.owned else total / len(tensors)).float()
     return merged
+
+
+def _mean_errors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what was chosen, and the mean over ranks of the errors measured since."""
+    errors: dict[str, list[float]] = {}
+    for state in states:
+        for name, found in state["allocation"]["errors"].items():
+            so_far = errors.get(name, [0.0] * len(found))
+            errors[name] = [a + b / len(states) for a, b in zip(so_far, found, strict=True)]
+    return {**states[0]["allocation"], "errors": errors}
 
 
 def _cloned(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -317,6 +317,8 @@ def _refused(rank, world_size):
         thinwire.attach(fully_shard(nn.Linear(8, 8), mesh=mesh), "int8")
     with pytest.raises(AttachError, match="check_replicas_every"):
         thinwire.attach(_model(), "int8", check_replicas_every=1)
+    with pytest.raises(AttachError, match="Allocate"):
+        thinwire.attach(_model(), thinwire.Allocate(candidates=["int2", "int4"], default="int4"))
 
 
 def test_what_cannot_be_served_is_refused(ranks):

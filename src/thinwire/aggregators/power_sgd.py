@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.header import num_flags
-from thinwire.aggregators.message import MEAN, Message, Section
+from thinwire.aggregators.message import MEAN, Block, Message, Section
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.compressors import Compressor, Identity, LowRank
 from thinwire.errors import RecipeError
@@ -174,6 +174,7 @@ class PowerSGD(Aggregator):
                     bad.add(matrix.name)
             for place in riding:
                 value = message.blocks[place].value
+                _deliver_owed(message.blocks[place])
                 _part(first, layout.up[place], value.numel()).copy_(value)
                 if not bool(value.isfinite().all()):
                     bad.add(layout.partitions[place].name)
@@ -215,6 +216,13 @@ def _sizes(shape: Sequence[int], rank: int) -> tuple[int, int]:
 
 def _part(numbers: Tensor, start_nbytes: int, numel: int) -> Tensor:
     return numbers[start_nbytes // 4 : start_nbytes // 4 + numel]
+
+
+def _deliver_owed(block: Block) -> None:
+    """Add what a phase that compressed it has left to a tensor that now travels as it is."""
+    if block.residual is not None:
+        block.value.add_(block.residual.mul_(block.residual_scale))
+        block.residual.zero_()
 
 
 class _Matrix:

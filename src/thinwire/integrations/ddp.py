@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregators import Gather, Hierarchical
+from thinwire.allocate import Allocate
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
@@ -27,7 +28,7 @@ from thinwire.plan import Plan
 from thinwire.policy import PlanOptions
 from thinwire.schedule import Phase, Schedule
 
-Recipe = Phase | Schedule
+Recipe = Phase | Schedule | Allocate
 
 _FIRST_BUCKET_NBYTES = 1 << 20  # DDP's own limit for the bucket that is ready first
 _FEW_BUCKETS = 4
@@ -74,7 +75,7 @@ def make_link(
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))
         phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
         if nodes is not None and not any(
-            isinstance(param.aggregator, Hierarchical) for _, plan in phases.plans for param in plan.params
+            isinstance(param.aggregator, Hierarchical) for plan in phases.all_plans for param in plan.params
         ):
             raise AttachError("nodes: expected a recipe that knows of nodes, as 'hier/int8' does; drop the argument")
         if scaler is not None and (voting := _voting(phases)):
@@ -84,7 +85,7 @@ def make_link(
             )
         if optimizer is None and any(
             param.aggregator.feedback is not None and param.aggregator.feedback.needs_learning_rate
-            for _, plan in phases.plans
+            for plan in phases.all_plans
             for param in plan.params
         ):
             raise RecipeError("ErrorFeedback(lr_correction=True) needs attach(..., optimizer=optimizer)")
@@ -197,7 +198,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
 
 def _voting(phases: Phases) -> list[str]:
     """Return the parameters that ranks vote on, in any phase."""
-    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    settings = ((param.info.name, param.aggregator) for plan in phases.all_plans for param in plan.params)
     return [name for name, aggregator in settings if isinstance(aggregator, Gather) and aggregator.votes]
 
 

@@ -23,6 +23,7 @@ from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.allocation import Allocator, Errors
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
 from thinwire.integrations.codec import measure_codec
@@ -64,6 +65,7 @@ class _Step:
     local_norm: float = 0.0  # of this rank's gradient, likewise: the largest of any bucket
     delivered: bool = False  # whether the mean has an element other than 0, likewise
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())  # outside of messages
+    errors: Errors = field(default_factory=dict)  # of the gradients under all candidates, in steps that measure them
     error: BaseException | None = None
 
 
@@ -96,7 +98,7 @@ class Link:
     Attributes:
         phases: the plans of a schedule, by the step from which they are valid.
         plan: the last of them, or the only one: every partition with its compressors, owner and bytes;
-            `print(link.plan)`.
+            `print(link.plan)`. With `Allocate` what was chosen last.
         state: residuals and counters.
         error: the first error of the exchange, with its own type (`backward` can only raise RuntimeError).
         skipped_steps: steps that were not finite and left everything as it was (with `scaler`).
@@ -125,6 +127,9 @@ class Link:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
         self.state = State(phases.kept, params, rank)
+        self._allocator = None
+        if phases.choices is not None:
+            self._allocator = Allocator(phases.choices, phases.plans[-1][0], rank, driver.control)
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
@@ -193,7 +198,8 @@ class Link:
             raise StateError(
                 f"{what}, and residuals are between two steps: go on from the checkpoint before it"
             ) from self._failed
-        return self.state.state_dict()
+        allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
+        return {**self.state.state_dict(), **allocation}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
@@ -210,7 +216,17 @@ class Link:
             while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
                 time.sleep(0.005)
             self._step = None
+        if self._allocator is not None:
+            self._allocator.check(state.get("allocation"), strict=strict)
+        elif strict and "allocation" in state:
+            raise StateError(
+                "state was saved with Allocate, and this recipe chooses nothing: attach with Allocate, or load it with "
+                "strict=False, which drops the choice"
+            )
         self.state.load_state_dict(state, strict=strict)
+        if self._allocator is not None:
+            self._allocator.load_state_dict(state.get("allocation"))
+            self.plan = self._allocator.plan
         self._agreed = None
 
     def planned_nbytes(self) -> int:
@@ -258,6 +274,8 @@ class Link:
             messages = ours.messages
             for message in messages:
                 self._begin_message(step, message)
+            if self._allocator is not None and self._allocator.is_measured(step.number):
+                step.errors.update(self._allocator.measure(messages, step.number))
             set_clipping(ours.clipped, step.loss_scale)
         raw: torch.futures.Future[Any] = torch.futures.Future()
         waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
@@ -400,15 +418,25 @@ class Link:
 
         Ranks that count other steps would exchange other bytes.
         """
-        plan = self.phases.at(self.state.step)
-        if plan is not self._agreed and len(self.phases.plans) > 1:
-            try:
+        try:
+            plan = self._plan_at(self.state.step)
+            if plan is not self._agreed and (len(self.phases.plans) > 1 or self._allocator is not None):
                 agree(lambda: plan, self._driver.control, [f"step={self.state.step}"])
-            except PlanError as error:
-                self.error = self.error or error
-                raise
+        except PlanError as error:
+            self.error = self.error or error
+            raise
         self._agreed = plan
         return plan
+
+    def _plan_at(self, step: int) -> Plan:
+        """Return the plan of a step, after the choice that may be due. Collective where it is."""
+        plan, allocator = self.phases.at(step), self._allocator
+        if allocator is None or plan is not self.phases.final:
+            return plan
+        if allocator.is_due(step):
+            allocator.choose(step)
+            self.plan, self._agreed = allocator.plan, None
+        return allocator.plan
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
@@ -474,6 +502,8 @@ class Link:
                 step.error = self._raise_or_warn(not_finite(nonfinite))
             elif step.number % NORM_EVERY == 0 and not step.delivered and not _may_hold_back(step):
                 step.error = lost(step.local_norm, step.number, self._driver.control)
+            if self._allocator is not None and not nonfinite:
+                self._allocator.add(step.errors, step.loss_scale)
             self.state.step += 1
             self._commit_units(step)
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
