@@ -24,7 +24,7 @@ from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.topology import Topology, node_sizes
 from thinwire.plan import Plan, build_plan
 from thinwire.policy import PlanOptions
-from thinwire.schedule import Phase
+from thinwire.schedule import Phase, Schedule
 
 FORMAT = 1
 
@@ -164,6 +164,8 @@ class LocalMethod:
                 raise AttachError(f"{name}: expected {choices[0]!r} or {choices[1]!r}, got {got!r}")
         if settings.get("threads", 1) < 1 or (settings.get("workers") or 1) < 1:
             raise AttachError("expected at least one thread and one worker")
+        if isinstance(recipe, Schedule) or (isinstance(recipe, str) and len(recipe.split()) > 1):
+            raise AttachError(f"expected one recipe, got {recipe!r}: local methods have no schedules")
         if not 0.0 <= self._alpha < 1.0:
             raise AttachError(f"merge_alpha: expected a number in [0, 1), got {self._alpha}")
         check_groups(model, group)
