@@ -9,6 +9,10 @@ from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.algorithms import DiLoCo as DiLoCo
+from thinwire.algorithms import LocalSGD as LocalSGD
+from thinwire.algorithms import PostLocalSGD as PostLocalSGD
+from thinwire.algorithms import StreamingDiLoCo as StreamingDiLoCo
 from thinwire.allocate import Allocate as Allocate
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
