@@ -3,9 +3,11 @@
 #   PYTHON=...   the interpreter to make .venv from (3.11 or newer)
 #   TORCH=...    what pip installs as torch; may hold pip options, e.g. TORCH="torch==2.13.0 --index-url URL"
 #   VENV=...     where the environment goes
+#   GPU_TESTS=...  what `make test-gpu` runs
 
 PYTHON ?= python3
 VENV ?= .venv
+GPU_TESTS ?= tests/distributed
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 SHELL := /bin/bash
@@ -16,7 +18,7 @@ BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
 RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
 
-.PHONY: demo test test-full test-triton test-asan test-avx2 test-frameworks lint types layers docs bench-kernels clean help FORCE
+.PHONY: demo test test-full test-triton test-gpu test-asan test-avx2 test-frameworks lint types layers docs bench-kernels clean help FORCE
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
@@ -33,6 +35,9 @@ test-full: $(VENV)/.installed ## the core tests again on the reference kernels, 
 
 test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
 	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -m triton_interpreter tests/kernels
+
+test-gpu: $(VENV)/.installed ## training on a GPU, several ranks on one; TORCH must name a torch for CUDA
+	$(RUN)timeout 600 $(BIN)/pytest -m gpu $(GPU_TESTS)
 
 test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \

@@ -90,9 +90,9 @@ def attach(
     mean over ranks as the recipe delivers it, equal on all ranks to the bit.
 
     Args:
-        model: a `DistributedDataParallel` model on the CPU; or a `fully_shard` one, whose reduce-scatters are
-            compressed, and with `weights` their all-gathers, without `optimizer`, `nodes`, `check_replicas_every` and
-            `loggers`.
+        model: a `DistributedDataParallel` model on the CPU or one GPU a rank; or a `fully_shard` one on the CPU, whose
+            reduce-scatters are compressed, and with `weights` their all-gathers, without `optimizer`, `nodes`,
+            `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
@@ -116,7 +116,7 @@ def attach(
         on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
         threads: native threads per kernel call.
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
-            most 4.
+            most 4; beside a GPU, for which they mostly wait, 6.
         timeout: of each collective; torch's default for gloo if None.
         check_replicas_every: steps between checks that all ranks hold the same parameters, to the bit, frozen ones too;
             0 never checks. A check hashes all parameters before the first bucket of a backward pass and gathers 64
@@ -129,8 +129,8 @@ def attach(
         `load_state_dict()`.
 
     Raises:
-        AttachError: no process group, another kind of model, a model that has a hook, an optimizer that would apply
-            momentum a second time.
+        AttachError: no process group, another kind of model or device, a model that has a hook, an optimizer that would
+            apply momentum a second time.
         RecipeError: an unknown recipe or a setting out of range.
         PlanError: a pattern that matches nothing, phases that do not go together, or ranks whose plans differ; the
             first difference is named. All ranks raise.

@@ -47,12 +47,17 @@ class State:
         for param in plan.params:
             for slot in param.slots:
                 if not slot.owned:
-                    self.whole[slot][param.info.name] = torch.zeros(param.slot_numel(slot), dtype=torch.float32)
+                    self.whole[slot][param.info.name] = self._zeros(param.info.name, param.slot_numel(slot))
                     continue
                 for partition in param.partitions:
                     if partition.owner == rank:
                         place = partition.name, partition.offset
-                        self.owned[slot][place] = torch.zeros(partition.numel, dtype=torch.float32)
+                        self.owned[slot][place] = self._zeros(partition.name, partition.numel)
+
+    def _zeros(self, name: str, numel: int) -> Tensor:
+        """Return (numel,) float32 beside a parameter; on the CPU if that has a shape only."""
+        where = self._params[name].device
+        return torch.zeros(numel, dtype=torch.float32, device="cpu" if where.type == "meta" else where)
 
     @property
     def worker(self) -> dict[str, Tensor]:
@@ -102,7 +107,11 @@ class State:
     @property
     def nbytes(self) -> int:
         """Memory of all that is kept."""
-        return sum(tensor.nbytes for kept in (*self.whole.values(), *self.owned.values()) for tensor in kept.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is kept."""
+        return [tensor for kept in (*self.whole.values(), *self.owned.values()) for tensor in kept.values()]
 
     def squared_norm(self) -> float:
         """Return the squared norm of this rank's residuals, in units of the unscaled gradient."""
@@ -132,7 +141,7 @@ class State:
         if not slot.owned:
             return self.whole[slot]
         gathered = {
-            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
+            param.info.name: self._zeros(param.info.name, param.info.numel)
             for param in self._plan.params
             if slot in param.slots
         }
@@ -194,7 +203,7 @@ class State:
                 logical.copy_(state[slot][name])
         for slot, owned in self.owned.items():
             for name in {name for name, _ in owned}:
-                flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
+                flat = self._zeros(name, self._plan.by_name[name].info.numel)
                 _logical(flat, self._params[name]).copy_(state[slot][name])
                 for (owned_name, offset), tensor in owned.items():
                     if owned_name == name:

@@ -24,7 +24,6 @@ from thinwire.comm.rounds import Exchange, SendRecv, Transfer
 from thinwire.compressors import Cast, Compressor, Identity, is_exact
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
-from thinwire.kernels import active
 from thinwire.wire import split
 
 _DTYPES = {None: "", torch.float16: ":fp16", torch.bfloat16: ":bf16"}
@@ -195,8 +194,7 @@ class Hierarchical(Aggregator):
         send, received = buffers.take(sum(sizes)), buffers.take(gather.received_nbytes(rank))
         bad = message.encode(inside, send)
         with message.timed_encode():
-            values = [message.blocks[place].value for place in represented.places]
-            finite = active().all_finite(values, threads=message.threads)
+            finite = message.all_finite(represented.places)
         bad |= {layout.partitions[p].name for p, ok in zip(represented.places, finite, strict=True) if not ok}
         headers = buffers.take(header)
         message.write_header(headers, bad, used=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.header import num_flags
 from thinwire.aggregators.message import MEAN, Block, Message, Section
-from thinwire.comm.rounds import AllReduce, Exchange, Transfer
+from thinwire.comm.rounds import AllReduce, Exchange
 from thinwire.compressors import Compressor, Identity, LowRank
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
@@ -159,7 +159,8 @@ class PowerSGD(Aggregator):
         if not message.sections:
             message.sections = (Section(range(len(layout.partitions)), layout.up),)
         message.hold(message.sections[0])
-        buffers = [message.buffers.take(4 * r.numel) for r in layout.rounds if isinstance(r, AllReduce)]
+        rounds = [r for r in layout.rounds if isinstance(r, AllReduce)]
+        buffers = [message.near.take(4 * r.numel) for r in rounds]
         first, *second = [buffer.view(torch.float32) for buffer in buffers]
         matrices = [_Matrix(message, place) for place, p in enumerate(layout.partitions) if p.aggregator.slots]
         riding = [i for i, p in enumerate(layout.partitions) if not p.aggregator.slots]
@@ -180,7 +181,7 @@ class PowerSGD(Aggregator):
                     bad.add(layout.partitions[place].name)
             flags = first[: layout.header_nbytes // 4]
             message.write_flags(flags, bad, "sum")
-        yield Transfer(layout.rounds[0], first, first)
+        yield from message.all_reduce(rounds[0], first)
 
         message.read_flags(flags, "sum")
         if not message.nonfinite:
@@ -193,7 +194,7 @@ class PowerSGD(Aggregator):
                     _orthogonalise([matrix.found(first) for matrix in matrices])
                     for matrix in matrices:
                         matrix.multiply_back(first, second[0])
-            yield Transfer(layout.rounds[1], second[0], second[0])
+            yield from message.all_reduce(rounds[1], second[0])
 
         if not message.nonfinite:
             with message.timed_decode():
@@ -204,7 +205,7 @@ class PowerSGD(Aggregator):
                     block.value.copy_(_part(first, layout.up[place], block.value.numel())).div_(world_size)
             message.note_nonfinite_means()
         for buffer in buffers:
-            message.buffers.give(buffer)
+            message.near.give(buffer)
         message.finish()
 
 
@@ -257,7 +258,7 @@ class _Matrix:
         if bool(empty.any()):
             partition = block.partition
             key = Key(partition.key, self._step, SHARED_STREAM)
-            self.known[empty] = draw_q(key, columns, self._rank).mT[empty]
+            self.known[empty] = draw_q(key, columns, self._rank, empty.device).mT[empty]
 
     def found(self, numbers: Tensor) -> Tensor:
         """Return the factor of the first round, (r, rows), where it lies in the buffer."""

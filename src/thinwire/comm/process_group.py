@@ -40,6 +40,7 @@ from thinwire.wire import split
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
 
+DEPTH = 6  # exchanges under way at once
 LEAVE_S = 0.5  # for a lane to end, after an error
 SMALL_NBYTES = 8192  # below this a block costs more in waiting than in bytes
 
@@ -211,7 +212,7 @@ class OverlappedDriver:
         group: the ranks that take part; its own collectives are never touched.
         lane_sets: round r of a schedule takes a lane of set r modulo this.
         lanes: in each set; two keep the wire busy while one waits for the slowest peer.
-        workers: threads that encode and decode.
+        workers: threads that encode and decode; as many as `depth` where they wait for a device.
         depth: exchanges under way at once.
         timeout: of each collective; None for torch's default.
 
@@ -225,7 +226,7 @@ class OverlappedDriver:
         lane_sets: int = 2,
         lanes: int = 2,
         workers: int = 1,
-        depth: int = 6,
+        depth: int = DEPTH,
         timeout: datetime.timedelta | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)

@@ -91,5 +91,8 @@ class MomentumCorrection(Feedback):
             value.copy_(u)
 
     def after_up(self, sent: Tensor, memory: Memory) -> None:
-        """Mask. NumPy does it in a fourth of the time that torch takes."""
-        np.copyto(memory[Slot.MOMENTUM].numpy(), 0.0, where=sent.numpy() != 0.0)
+        """Mask. On the CPU NumPy does it in a fourth of the time that torch takes."""
+        if sent.is_cpu:
+            np.copyto(memory[Slot.MOMENTUM].numpy(), 0.0, where=sent.numpy() != 0.0)
+        else:
+            memory[Slot.MOMENTUM].masked_fill_(sent != 0.0, 0.0)

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregators import Gather, Hierarchical
 from thinwire.allocate import Allocate
-from thinwire.comm.process_group import OverlappedDriver, common_group
+from thinwire.comm.device import Cuda, Device
+from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
@@ -23,6 +24,7 @@ from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import sparse_names
 from thinwire.integrations.topology import Topology, node_sizes
 from thinwire.integrations.watch import Watch, left_over
+from thinwire.kernels import serving_device
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan
 from thinwire.policy import PlanOptions
@@ -60,7 +62,9 @@ def make_link(
         scaler = None  # a GradScaler(enabled=False) skips nothing
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if workers is None:
-        workers = min(4, torch.get_num_threads())
+        # Beside a device a worker mostly waits, first of all for gradients; others must not wait for it.
+        on_host = not isinstance(model, DistributedDataParallel) or all(p.is_cpu for p in model.parameters())
+        workers = min(4, torch.get_num_threads()) if on_host else DEPTH
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
     driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
 
@@ -124,6 +128,7 @@ def make_link(
         sparse=_sparse(model),
         group=group,
         left_over=left_over(model) if world_size > 1 else {},
+        device=_device(model),
     )
     if rank == 0:
         _advise(model, phases.final)
@@ -189,11 +194,22 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
         )
     if _sparse(model) and not _trained(model):
         raise AttachError("all gradients are sparse, which DDP sums uncompressed: there is nothing to compress")
-    for name, param in _trained(model):
-        if param.device.type != "cpu":
-            raise AttachError(
-                f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo only"
-            )
+    places: dict[torch.device, tuple[str, Tensor]] = {}
+    for name, param in (*_trained(model), *_sparse(model).items()):
+        places.setdefault(param.device, (name, param))
+    if len(places) > 1:
+        got = " and ".join(f"{name} on {where}" for where, (name, _) in places.items())
+        raise AttachError(f"expected all parameters on one device, got {got}: give every rank one GPU")
+    for where, (name, param) in places.items():
+        if where.type not in ("cpu", "cuda"):
+            raise AttachError(f"expected parameters on the CPU or a CUDA device, got {name} on {where}")
+        serving_device(param)  # raises where the kernels for it are missing
+
+
+def _device(model: DistributedDataParallel) -> Device | None:
+    """Return what exchanges must know of the model's device; None if that is the host."""
+    where = next(param for _, param in _trained(model)).device
+    return None if where.type == "cpu" else Cuda(where)
 
 
 def _voting(phases: Phases) -> list[str]:

@@ -5,12 +5,14 @@ finishes the last message of a step ends the step before the last future is reso
 when `backward` returns.
 """
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -18,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
+from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition, Staging
+from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
@@ -123,6 +126,7 @@ class Link:
         sparse: Mapping[str, Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
         left_over: Mapping[str, int] | None = None,
+        device: Device | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
@@ -144,7 +148,12 @@ class Link:
         self._replicas, self._check_replicas_every = replicas, check_replicas_every
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
-        self._buffers = BufferPool()
+        self._device = device  # None: the host itself
+        self._where = next(iter(params.values())).device
+        self._staging = None if device is None else Staging(device)
+        self._buffers = BufferPool() if self._staging is None else self._staging.pinned
+        if device is not None:
+            device.arrival(*self.state.tensors()).synchronize()
         self._buckets: dict[int, _Bucket] = {}
         self._totals = Totals()
         self._step: _Step | None = None
@@ -161,7 +170,8 @@ class Link:
         """Return per-step means since attach (or the last reset), and what stayed dense and why.
 
         Keys: those of `StepStats`, and `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
-        undo copies, and the float32 copies of buckets of another dtype),
+        undo copies, and the float32 copies of buckets of another dtype), `pinned_nbytes` (memory of the host that
+        blocks of a GPU travel from and to),
         `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
         gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
         """
@@ -175,7 +185,8 @@ class Link:
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
             **totals.means(),
-            "work_nbytes": self._buffers.allocated_nbytes + copies,
+            "work_nbytes": copies + (self._buffers if self._staging is None else self._staging.near).allocated_nbytes,
+            "pinned_nbytes": 0 if self._staging is None else self._staging.pinned.allocated_nbytes,
             "residual_nbytes": self.state.nbytes,
             "dense": {
                 **{param.info.name: param.reason for param in self.plan.params if param.reason},
@@ -242,12 +253,14 @@ class Link:
 
         Encodes and decodes as many values as one step does, in scratch memory; nothing travels and nothing changes.
         """
-        return measure_codec(self.plan, self.rank, threads=self._threads)
+        return measure_codec(self.plan, self.rank, threads=self._threads, device=self._where)
 
     def close(self) -> None:
         """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
         self._flush_loggers()
         self._driver.close()
+        if self._device is not None:
+            self._device.mark().synchronize()
 
     # --- the hook ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +280,16 @@ class Link:
         if step.number % NORM_EVERY == 0:
             step.local_norm = max(step.local_norm, float(torch.linalg.vector_norm(ours.buffer)))
         if ours.plan.is_dense:
-            messages = [Message(ours.plan.layouts[0], [], self.rank, flat=ours.buffer, buffers=self._buffers)]
+            messages = [
+                Message(
+                    ours.plan.layouts[0],
+                    [],
+                    self.rank,
+                    flat=ours.buffer,
+                    buffers=self._buffers,
+                    staging=self._staging,
+                )
+            ]
         else:
             if ours.work is not ours.buffer:
                 ours.work.copy_(ours.buffer)
@@ -277,7 +299,9 @@ class Link:
             if self._allocator is not None and self._allocator.is_measured(step.number):
                 step.errors.update(self._allocator.measure(messages, step.number))
             set_clipping(ours.clipped, step.loss_scale)
-        raw: torch.futures.Future[Any] = torch.futures.Future()
+        device = self._device
+        raw: torch.futures.Future[Any] = torch.futures.Future() if device is None else device.future()
+        arrival = None if device is None else device.arrival(ours.work, ours.buffer)
         waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
         with self._lock:
             step.pending += len(messages)
@@ -289,7 +313,10 @@ class Link:
         for i, message in enumerate(messages):
             message.name = title(f"bucket {bucket.index()}.{i}", message.layout.names)
             kind = type(message.layout.partitions[0].aggregator)
-            done = self._driver.submit(kind.exchange(message), message.layout.rounds, message.name)
+            exchange = kind.exchange(message)
+            if device is not None and arrival is not None:
+                exchange = staged(exchange, device, arrival)
+            done = self._driver.submit(exchange, message.layout.rounds, message.name)
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 
@@ -357,6 +384,7 @@ class Link:
                 self.rank,
                 threads=self._threads,
                 buffers=self._buffers,
+                staging=self._staging,
             )
             for layout, starts in zip(plan.layouts, plan.starts, strict=True)
         ]
@@ -484,10 +512,18 @@ class Link:
             bucket = waiter.bucket
             if message.flat is None and bucket.work is not bucket.buffer:
                 bucket.buffer.copy_(bucket.work)
-            waiter.future.set_result(step.error or bucket.buffer)
+            waiter.future.set_result(bucket.buffer if step.error is None else Failure(step.error))
+
+    def _queue(self) -> AbstractContextManager[Any]:
+        """What runs inside goes to the exchanges' stream, where there is a device."""
+        return contextlib.nullcontext() if self._device is None else self._device.queue()
 
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
+        with self._queue():
+            self._settle(step)
+
+    def _settle(self, step: _Step) -> None:
         nonfinite = sorted(step.nonfinite.union(*(message.nonfinite for message in step.messages)))
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
@@ -573,13 +609,14 @@ class _Finish:
 
     def __call__(self, done: "Future[Outcome]") -> None:
         try:
-            self.link._finished(self.step, self.waiter, self.message, done)
+            with self.link._queue():
+                self.link._finished(self.step, self.waiter, self.message, done)
         except BaseException as error:  # a future swallows what its callbacks raise, and backward would wait for ever
             self.link.error = self.link.error or error
             self.link._failed = self.link._failed or error
             self.link._driver.fail(error)
             if not self.waiter.future.done():
-                self.waiter.future.set_result(error)
+                self.waiter.future.set_result(Failure(error))
 
 
 def _in_backward() -> bool:
@@ -604,6 +641,6 @@ def _squared_norm(message: Message) -> float:
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:
     """Return the bucket, or raise. `set_exception` would lose the message on its way through C++."""
     result = done.value()
-    if isinstance(result, BaseException):
-        raise result
+    if isinstance(result, Failure):
+        raise result.error
     return result
