@@ -1,6 +1,7 @@
 """thinwire: PyTorch training that sends less over slow networks."""
 
 from thinwire import hooks as hooks
+from thinwire import optim as optim
 from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
