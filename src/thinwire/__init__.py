@@ -10,8 +10,11 @@ from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.algorithms import CLAN_OPTIONS as CLAN_OPTIONS
+from thinwire.algorithms import CLAN_SETTINGS as CLAN_SETTINGS
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
+from thinwire.api import clan as clan
 from thinwire.comm.tracing import merge_traces as merge_traces
 from thinwire.comm.tracing import trace as trace
 from thinwire.compressors import BlockCast as BlockCast

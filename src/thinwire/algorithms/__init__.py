@@ -1,5 +1,8 @@
-"""Training algorithms around the exchange: optimizers and schedules of the learning rate."""
+"""Training algorithms around the exchange: optimizers, schedules of the learning rate, and CLAN's settings."""
 
+from thinwire.algorithms.clan import CLAN_OPTIONS as CLAN_OPTIONS
+from thinwire.algorithms.clan import CLAN_SETTINGS as CLAN_SETTINGS
+from thinwire.algorithms.clan import clan_recipe as clan_recipe
 from thinwire.algorithms.lamb import LAMB as LAMB
 from thinwire.algorithms.lans import LANS as LANS
 from thinwire.algorithms.nag import NAG as NAG
