@@ -1,6 +1,7 @@
 """thinwire: PyTorch training that sends less over slow networks."""
 
 from thinwire import hooks as hooks
+from thinwire import optim as optim
 from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
@@ -9,6 +10,8 @@ from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.algorithms import CLAN_OPTIONS as CLAN_OPTIONS
+from thinwire.algorithms import CLAN_SETTINGS as CLAN_SETTINGS
 from thinwire.algorithms import DiLoCo as DiLoCo
 from thinwire.algorithms import LocalSGD as LocalSGD
 from thinwire.algorithms import PostLocalSGD as PostLocalSGD
@@ -16,6 +19,7 @@ from thinwire.algorithms import StreamingDiLoCo as StreamingDiLoCo
 from thinwire.allocate import Allocate as Allocate
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
+from thinwire.api import clan as clan
 from thinwire.comm.tracing import merge_traces as merge_traces
 from thinwire.comm.tracing import trace as trace
 from thinwire.compressors import BlockCast as BlockCast

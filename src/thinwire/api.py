@@ -1,12 +1,14 @@
 """What users call."""
 
 import datetime
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
 
+from thinwire.aggregators import Aggregator
+from thinwire.algorithms import CLAN_OPTIONS, LANS, clan_recipe
 from thinwire.allocate import Allocate
 from thinwire.errors import AttachError
 from thinwire.integrations.accumulate import accumulate as accumulate
@@ -201,3 +203,66 @@ def attach(
     )
     model.register_comm_hook(None, link.hook)  # type: ignore[operator]  # make_link has checked that it is DDP
     return link
+
+
+def clan(
+    model: nn.Module,
+    recipe: str | Aggregator | Mapping[str, str | Aggregator] = "topk",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    options: PlanOptions = CLAN_OPTIONS,
+    **others: Any,
+) -> Link:
+    r"""Let a DDP model train by CLAN: LANS on gradients that are compressed on their way up and back.
+
+    With worker i's gradient g_i, n workers, and the mean p that `LANS` takes for the gradient, for each partition:
+
+        unbiased kinds:     p = C( (1/n) sum_i C(g_i) )                              (algorithm 3: no memory)
+        contractive kinds:  p = C( (1/n) sum_i C(g_i + e_i) + e' ), where e_i and e' are what C lost of its argument
+                            on the worker and on the partition's owner in the step before, 0 at first (algorithm 4)
+
+    The moments of LANS are those of p on all workers, from the first step on: there is no dense warm-up, and nothing is
+    frozen.
+
+    Args:
+        model: a `DistributedDataParallel` model.
+        recipe: a setting of the paper by name, "onebit", "topk", "randomk", "linear5", "linear7", "natural" or "fp16";
+            or another recipe without a feedback of its own; or a mapping from patterns on parameter names to either,
+            or to "dense".
+        optimizer: the `thinwire.optim.LANS` in use, to be checked. The paper's runs have `normalize_grad=False`.
+        options: cuts, and what stays dense: by default all below 1,024,000 bytes, as in the paper. Small models need a
+            lower `min_nbytes`, or nothing is compressed, which the log says.
+        others: as for `attach`.
+
+    Returns:
+        The link, as from `attach`.
+
+    Raises:
+        AttachError: what `attach` raises, or another optimizer.
+        RecipeError: an unknown recipe, another exchange, or feedback that is not CLAN's.
+        PlanError: what `attach` raises.
+
+    Example:
+        ```python
+        optimizer = thinwire.optim.LANS(thinwire.optim.no_decay_groups(model.named_parameters()), normalize_grad=False)
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
+        link = thinwire.clan(model, "onebit", optimizer=optimizer)
+        ```
+
+    References:
+        Yuchen Zhong, Cong Xie, Shuai Zheng, Haibin Lin, "Compressed Communication for Distributed Training: Adaptive
+        Methods and System", 2021. Differs from the paper: owners are the workers themselves; partitions have 65,536
+        values where its system has 1,024,000, so that top-k, scales and signs are chosen for less at a time; top-k
+        sends 16-bit indices and float16 values.
+    """
+    if optimizer is not None and not isinstance(optimizer, LANS):
+        raise AttachError(
+            f"CLAN trains with LANS: expected a thinwire.optim.LANS, got {type(optimizer).__name__}; for other "
+            "optimizers use thinwire.attach(model, recipe, options=thinwire.CLAN_OPTIONS)"
+        )
+    settings = (
+        {pattern: one if one == "dense" else clan_recipe(one) for pattern, one in recipe.items()}
+        if isinstance(recipe, Mapping)
+        else clan_recipe(recipe)
+    )
+    return attach(model, settings, optimizer=optimizer, options=options, **others)

@@ -13,6 +13,10 @@ class PlanError(ThinwireError, ValueError):
     """A policy that does not fit the model, or a plan that differs between ranks."""
 
 
+class OptimizerError(ThinwireError, ValueError):
+    """Settings of an optimizer that are out of range, or parameters or gradients that it cannot use."""
+
+
 class AttachError(ThinwireError, RuntimeError):
     """A model or process group to which thinwire cannot be attached."""
 

@@ -7,7 +7,7 @@
     single      = ["scaled:"] kind *(":" argument)
     kind        = one of `recipe_names()`
     feedback    = name *(":" argument)                             (where left out: "ef" where it is needed, else none)
-    name        = ef | dgc | ef21
+    name        = ef | dgc | ef21 | nag
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `topk:0.01~int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `scaled:linear:3`, `randomk:0.01:block=64`,
@@ -171,12 +171,19 @@ _FEEDBACK: dict[str, _Kind[Feedback]] = {
     "ef": _Kind(ErrorFeedback, {"lr": ("lr_correction", True)}, {"decay": float}),
     "dgc": _Kind(
         MomentumCorrection,
-        {"nesterov": ("nesterov", True)},
+        {"nesterov": ("nesterov", True), "unmasked": ("masking", False)},
         {"clip": float},
         ("momentum", float, "dgc:0.9"),
         optional=True,
     ),
     "ef21": _Kind(EF21),
+    "nag": _Kind(
+        partial(MomentumCorrection, nesterov=True, masking=False),
+        {},
+        {"clip": float},
+        ("momentum", float, "nag:0.9"),
+        optional=True,
+    ),
 }
 
 

@@ -93,8 +93,8 @@ def make_link(
             for param in plan.params
         ):
             raise RecipeError("ErrorFeedback(lr_correction=True) needs attach(..., optimizer=optimizer)")
-        if _has_momentum(phases.final) and optimizer is not None:
-            _check_no_momentum(optimizer)
+        if optimizer is not None:
+            _check_momentum(optimizer, _momentum(phases.final))
         return phases
 
     try:
@@ -133,7 +133,7 @@ def make_link(
     if rank == 0:
         _advise(model, phases.final)
         _say_left_over(model, phases.final)
-        if _has_momentum(phases.final) and optimizer is None:
+        if _momentum(phases.final) is not None and optimizer is None:
             logging.getLogger("thinwire").warning(
                 "momentum is applied before sending: the optimizer must have none; "
                 "attach(..., optimizer=optimizer) checks that"
@@ -218,18 +218,29 @@ def _voting(phases: Phases) -> list[str]:
     return [name for name, aggregator in settings if isinstance(aggregator, Gather) and aggregator.votes]
 
 
-def _has_momentum(plan: Plan) -> bool:
-    return any(isinstance(param.aggregator.feedback, MomentumCorrection) for param in plan.params)
+def _momentum(plan: Plan) -> MomentumCorrection | None:
+    """Return the momentum that is applied before sending; `build_plan` sees to it that there is one at most."""
+    feedback = (param.aggregator.feedback for param in plan.params)
+    return next((one for one in feedback if isinstance(one, MomentumCorrection)), None)
 
 
-def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _check_momentum(optimizer: torch.optim.Optimizer, sent: MomentumCorrection | None) -> None:
+    """Raise `AttachError` where momentum would be applied twice, or, by an optimizer that counts on it, not at all."""
+    kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
-        if momentum:
+        if group.get("worker_momentum"):
+            got = None if sent is None else f"{sent.recipe()!r}"
+            if sent is None or not sent.nesterov or sent.momentum != momentum:
+                raise AttachError(
+                    f"{kind}(worker_momentum=True) counts on Nesterov's momentum in gradients: expected a recipe with "
+                    f"'@nag:{momentum}', got {got or 'one without momentum, or all parameters dense'}"
+                )
+        elif momentum and sent is not None:
             raise AttachError(
                 f"expected an optimizer without momentum, since MomentumCorrection applies it before sending, got "
-                f"{type(optimizer).__name__} with momentum {momentum}: it would be applied twice; use "
-                "torch.optim.SGD(..., momentum=0)"
+                f"{kind} with momentum {momentum}: it would be applied twice; use torch.optim.SGD(..., momentum=0), or "
+                "thinwire.optim.NAG(..., worker_momentum=True) after '@nag'"
             )
 
 
