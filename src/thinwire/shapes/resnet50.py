@@ -1,6 +1,6 @@
 """ResNet-50 for 224 x 224 images and 1,000 classes (He et al. 2016; stride in the 3 x 3 convolution)."""
 
-from thinwire.bench.shapes.layer import Layer, conv, linear, norm
+from thinwire.shapes.layer import Layer, conv, linear, norm
 
 # (blocks, width inside the bottleneck, output size in pixels) of the four stages.
 _STAGES = [(3, 64, 56), (4, 128, 28), (6, 256, 14), (3, 512, 7)]
