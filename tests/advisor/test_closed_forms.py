@@ -147,7 +147,7 @@ def test_gossip_gains_by_latency_and_compression_by_rate() -> None:
     model, nodes = 4 * 1.7e6, 112  # ResNet-56's parameters, about
     assert gossip_gain(model, nodes, link(10, 5e-3)) > 50
     assert 0.9 < gossip_gain(100e6, nodes, link(1, 0.0)) < 1.1
-    slow, far = link(0.01, 0.13e-3), link(10, 5e-3)
+    slow, far = link(0.01, 0.13e-3), link(100, 5e-3)
     quarter = model / 4
     gains = {
         "codes": [two_shot_s(model, 8, k) / two_shot_s(quarter, 8, k) for k in (slow, far)],

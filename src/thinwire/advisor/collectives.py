@@ -52,8 +52,11 @@ def all_gather_s(nbytes: float, world_size: int, link: LinkClass) -> float:
 
 
 def two_shot_s(nbytes: float, world_size: int, link: LinkClass) -> float:
-    """An all-to-all of b encoded bytes, then an all-gather of the owners' b/p: as many bytes as a ring of b."""
-    return all_to_all_s(nbytes, world_size, link) + all_gather_s(nbytes / world_size, world_size, link)
+    """2 alpha + 2 (p-1)/p b/B: b encoded bytes to their owners, and as many back; all blocks under way at once.
+
+    Scatter and gather through p servers that are the ranks themselves. As many bytes as a ring of b, in two rounds.
+    """
+    return 2 * link.seconds((world_size - 1) / world_size * nbytes) if world_size > 1 else 0.0
 
 
 def parameter_server_s(nbytes: float, num_workers: int, num_servers: int, link: LinkClass) -> float:
