@@ -53,5 +53,9 @@ class StateError(ThinwireError, ValueError):
     """Saved state that does not fit this model, plan or world size."""
 
 
+class ProfileError(ThinwireError, ValueError):
+    """A profile of a cluster or model that cannot be: a rate below 0, a missing field, another model's."""
+
+
 class LabError(ThinwireError, RuntimeError):
     """The emulated network could not be made, or a run in it failed."""

@@ -80,21 +80,27 @@ class Plan:
         """
         layouts: list[MessageLayout] = []
         by_kind: dict[tuple[type[Aggregator], Hashable], list[Partition]] = {}
+        sizes: dict[tuple[type[Aggregator], Hashable], tuple[int, int]] = {}  # raw bytes, and those to send
         for name in names:
             for partition in self.by_name[name].partitions:
                 kind = type(partition.aggregator)
                 key = (kind, partition.aggregator.together(partition.dtype))
                 pending = by_kind.setdefault(key, [])
                 pending.append(partition)
-                if kind is not Dense and self._is_full(pending):
+                if kind is Dense:
+                    continue
+                raw, sent = sizes.pop(key, (0, 0))
+                raw += partition.spec.raw_nbytes
+                sent += partition.aggregator.sent_once_nbytes(partition.spec)
+                if self._is_full(raw, sent):
                     layouts.append(kind.lay_out(by_kind.pop(key), self.world_size))
+                else:
+                    sizes[key] = raw, sent
         layouts += [kind.lay_out(pending, self.world_size) for (kind, _), pending in by_kind.items()]
         return layouts
 
-    def _is_full(self, pending: Sequence[Partition]) -> bool:
+    def _is_full(self, raw: int, sent: int) -> bool:
         """Whether a message should be closed: a collective costs processor time even where its bytes cost nothing."""
-        raw = sum(partition.spec.raw_nbytes for partition in pending)
-        sent = sum(partition.aggregator.sent_once_nbytes(partition.spec) for partition in pending)
         return raw >= self.options.message_nbytes and 16 * sent >= self.options.message_nbytes
 
     def sent_nbytes(self, rank: int) -> int:

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from thinwire.bench.shapes import model_layers
-from thinwire.bench.workloads.replay import TIMELINES, GradientSource, ReplayModel, ReplayWorkload, deadlines
+from thinwire.bench.workloads.replay import GradientSource, ReplayModel, ReplayWorkload
+from thinwire.shapes import TIMELINES, deadlines, model_layers
 
 LAYERS = model_layers("resnet50", 8)
 

@@ -5,18 +5,16 @@ import json
 import re
 from pathlib import Path
 
-from thinwire.bench.shapes import model_layers
 from thinwire.errors import RecipeError
+from thinwire.shapes import MODELS, model_layers
 
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 """PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
 
 DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
 
-REPLAYS = ("resnet50", "vgg16", "bert-base", "bert-large")
-
 _BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
-_WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(REPLAYS)})(/[1-9]\d*)?")
+_WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 
 
 @dc.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +95,7 @@ def parse_workload(text: str) -> str:
     """
     if not _WORKLOAD.fullmatch(text):
         raise ValueError(
-            f"unknown workload {text!r}; choose gpt, digits, or replay:NAME[/SCALE] with NAME {', '.join(REPLAYS)} "
+            f"unknown workload {text!r}; choose gpt, digits, or replay:NAME[/SCALE] with NAME {', '.join(MODELS)} "
             "and SCALE a whole number that divides the model's widths"
         )
     if text.startswith("replay:"):

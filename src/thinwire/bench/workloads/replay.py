@@ -11,7 +11,6 @@ Note: memory. Parameters are never read or written, so their pages are never tou
 DDP's buckets alone. bert-large on four ranks takes about 14 GB with plain DDP; ``/SCALE`` divides every width.
 """
 
-import dataclasses as dc
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,48 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire.bench.shapes import Layer, model_layers, num_parameters
 from thinwire.bench.workloads.base import Workload
-
-BACKWARD_SHARE = 2 / 3
-"""Backward computes two products for each one of forward, so it takes two thirds of the time."""
+from thinwire.shapes import BACKWARD_SHARE, TIMELINES, Layer, deadlines, model_layers, num_parameters
 
 _PERIOD = 1_048_573  # elements before the pool repeats: prime, so that no power-of-two block sees the same values twice
-
-
-@dc.dataclass(frozen=True, slots=True)
-class Timeline:
-    """Default compute time of one step on one V100, and where it comes from."""
-
-    compute_s: float
-    source: str
-
-
-# VGG16's figure implies this many FLOPs a second (forward and backward are three times the forward FLOPs).
-_VGG16_S, _VGG16_BATCH, _VGG16_FORWARD_FLOPS = 0.165, 32, 30.9e9
-_V100_FLOPS_PER_S = 3 * _VGG16_BATCH * _VGG16_FORWARD_FLOPS / _VGG16_S
-_BERT_BATCH = 64
-
-TIMELINES = {
-    "resnet50": Timeline(
-        0.122 / BACKWARD_SHARE,
-        "backward 122 ms: order of magnitude for a V100 in Agarwal et al. 2022 (On the Utility of Gradient "
-        "Compression in Distributed Training Systems); forward taken as half of it",
-    ),
-    "vgg16": Timeline(
-        _VGG16_S,
-        "forward and backward 165 ms for 32 images on a V100, derived from the scaling efficiency of 40.4 % at 25 "
-        "Gbit/s in Zhong et al. 2021 (Compressed Communication for Distributed Training: Adaptive Methods and System)",
-    ),
-    **{
-        name: Timeline(
-            3 * _BERT_BATCH * sum(layer.flops for layer in model_layers(name)) / _V100_FLOPS_PER_S,
-            f"no published time: {_BERT_BATCH} sequences of 128 tokens at the {_V100_FLOPS_PER_S / 1e12:.0f} TFLOP/s "
-            "that the VGG16 figure of Zhong et al. 2021 implies",
-        )
-        for name in ("bert-base", "bert-large")
-    },
-}
 
 
 class GradientSource:
@@ -151,18 +112,11 @@ class ReplayModel(nn.Module):
         return gradients
 
 
-def deadlines(layers: list[Layer], backward_s: float) -> list[float]:
-    """Seconds from the start of backward until each layer's gradients are due; ``backward_s`` for the first layer."""
-    flops = np.array([layer.flops for layer in layers])
-    # Backward runs from the last layer to the first.
-    return (np.cumsum(flops[::-1])[::-1] / flops.sum() * backward_s).tolist()
-
-
 class ReplayWorkload(Workload):
     """Exchange the gradients of ``name`` with every width divided by ``scale``.
 
     Args:
-        name: ``resnet50``, ``vgg16``, ``bert-base`` or ``bert-large``.
+        name: ``resnet50``, ``resnet101``, ``vgg16``, ``bert-base`` or ``bert-large``.
         rank: of this process; ranks draw different gradients.
         scale: divides every width.
         compute_s: of forward plus backward; None takes the model's default from ``TIMELINES``, divided with the FLOPs.

@@ -1,6 +1,6 @@
 """BERT encoder with pooler, uncased English vocabulary (Devlin et al. 2019), sequences of 128 tokens."""
 
-from thinwire.bench.shapes.layer import Layer, linear, norm
+from thinwire.shapes.layer import Layer, linear, norm
 
 VOCABULARY = 30522
 POSITIONS = 512

@@ -1,6 +1,6 @@
 """VGG16 for 224 x 224 images and 1,000 classes (Simonyan and Zisserman 2015, configuration D)."""
 
-from thinwire.bench.shapes.layer import Layer, conv, linear
+from thinwire.shapes.layer import Layer, conv, linear
 
 # (output channels, output size in pixels); the size halves at each of the five max-poolings.
 _CONVS = [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3

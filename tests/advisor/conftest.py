@@ -1,0 +1,6 @@
+"""Lets tests import `profiles`, which the import mode does not find by itself."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
