@@ -118,9 +118,7 @@ class Cluster:
     def __post_init__(self) -> None:
         document.above_0(self, "hosts", "ranks_per_host")
         if self.ranks_per_host > 1 and self.inside is None:
-            raise ProfileError(
-                f"inside: expected a link between the {self.ranks_per_host} ranks of one host, got none"
-            )
+            raise ProfileError(f"inside: expected a link between the {self.ranks_per_host} ranks of one host, got none")
         for pair in self.exceptions:
             if max(pair.source, pair.target) >= self.hosts or pair.source == pair.target:
                 raise ProfileError(
