@@ -1,9 +1,13 @@
-"""A small profile with every part."""
+"""A small profile with every part, and others to simulate."""
+
+from collections.abc import Sequence
+from typing import get_args
 
 from thinwire.advisor.profile import (
     Cluster,
     CollectiveFit,
     Computation,
+    KernelOperation,
     Kernels,
     KernelSpeed,
     LinkClass,
@@ -45,4 +49,54 @@ def small_profile() -> Profile:
         ),
         model="a small model",
         assumptions=("links inside a host are taken to be ten times as fast",),
+    )
+
+
+def kernels(seconds_per_nbyte: float, *, cores: int = 8, ranks_per_machine: int = 1) -> Kernels:
+    """Kernels that all take as long."""
+    recipes = ("identity", "bf16", "fp16", "int8", "int4", "onebit", "topk:0.01", "powersgd:4", "global:8", "globalexp")
+    return Kernels(
+        cores=cores,
+        ranks_per_machine=ranks_per_machine,
+        speeds=tuple(
+            KernelSpeed(recipe=recipe, operation=operation, threads=1, s_per_nbyte=seconds_per_nbyte)
+            for recipe in recipes
+            for operation in get_args(KernelOperation)
+        ),
+    )
+
+
+def profile_of(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    hosts: int = 4,
+    ranks_per_host: int = 1,
+    alpha_s: float = 1e-4,
+    beta: float = 1e8,
+    forward_s: float = 0.1,
+    backward_s: float = 0.2,
+    busy_cores: float = 0.0,
+    kernel_s_per_nbyte: float = 0.0,
+    cores: int = 8,
+) -> Profile:
+    """Layers of these shapes, ready at equal distances, the last registered first; a network of equal links."""
+    each = backward_s / len(shapes)
+    return Profile(
+        cluster=Cluster(
+            hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            between=LinkClass(alpha_s=alpha_s, beta=beta),
+            inside=LinkClass(alpha_s=1e-6, beta=1e11) if ranks_per_host > 1 else None,
+        ),
+        computation=Computation(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=0.01,
+            busy_cores=busy_cores,
+            parameters=tuple(
+                TimedParameter(name=f"layer{i}.weight", shape=shape, ready_s=backward_s - i * each)
+                for i, shape in enumerate(shapes)
+            ),
+        ),
+        kernels=kernels(kernel_s_per_nbyte, cores=cores),
     )

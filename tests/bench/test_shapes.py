@@ -5,7 +5,13 @@ import pytest
 from thinwire.bench.arithmetic import dense_nbytes, ideal_step_s, with_headers
 from thinwire.shapes import model_layers, num_parameters
 
-COUNTS = {"vgg16": 138_357_544, "resnet50": 25_557_032, "bert-base": 109_482_240, "bert-large": 335_141_888}
+COUNTS = {
+    "vgg16": 138_357_544,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+}
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())

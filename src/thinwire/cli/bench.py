@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--workload",
         type=argument(parse_workload),
         default="gpt",
-        help="gpt, digits, or replay:resnet50|vgg16|bert-base|bert-large[/SCALE] (default: gpt)",
+        help="gpt, digits, or replay:resnet50|resnet101|vgg16|bert-base|bert-large[/SCALE] (default: gpt)",
     )
     add_network_arguments(parser)
     parser.add_argument(

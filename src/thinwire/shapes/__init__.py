@@ -2,7 +2,7 @@
 
 from thinwire.shapes.bert import bert
 from thinwire.shapes.layer import Layer, num_parameters
-from thinwire.shapes.resnet50 import resnet50
+from thinwire.shapes.resnet50 import resnet50, resnet101
 from thinwire.shapes.timeline import BACKWARD_SHARE, V100_FLOPS_PER_S, VGG16_S, Timeline, deadlines
 from thinwire.shapes.vgg16 import vgg16
 
@@ -17,12 +17,14 @@ __all__ = [
     "model_layers",
     "num_parameters",
     "resnet50",
+    "resnet101",
     "vgg16",
 ]
 
-MODELS = ("resnet50", "vgg16", "bert-base", "bert-large")
+MODELS = ("resnet50", "resnet101", "vgg16", "bert-base", "bert-large")
 
 _BERT_BATCH = 64
+_RESNET50_BACKWARD_S = 0.122
 
 
 def model_layers(name: str, scale: int = 1) -> list[Layer]:
@@ -34,14 +36,16 @@ def model_layers(name: str, scale: int = 1) -> list[Layer]:
     >>> num_parameters(model_layers("resnet50"))
     25557032
     """
-    narrowest = {"resnet50": 64, "vgg16": 64, "bert-base": 768, "bert-large": 1024}.get(name)
+    narrowest = {"resnet50": 64, "resnet101": 64, "vgg16": 64, "bert-base": 768, "bert-large": 1024}.get(name)
     if narrowest is None:
-        raise ValueError(f"no shape table for {name!r}; there are resnet50, vgg16, bert-base and bert-large")
+        raise ValueError(f"no shape table for {name!r}; there are {', '.join(MODELS)}")
     if scale < 1 or narrowest % scale:
         raise ValueError(f"expected a scale that divides {name}'s narrowest width, {narrowest}, got {scale}")
     match name:
         case "resnet50":
             return resnet50(scale)
+        case "resnet101":
+            return resnet101(scale)
         case "vgg16":
             return vgg16(scale)
         case "bert-base":
@@ -50,11 +54,19 @@ def model_layers(name: str, scale: int = 1) -> list[Layer]:
             return bert(num_layers=24, width=1024, scale=scale)
 
 
+def _num_flops(name: str) -> float:
+    return sum(layer.flops for layer in model_layers(name))
+
+
 TIMELINES = {
     "resnet50": Timeline(
-        0.122 / BACKWARD_SHARE,
+        _RESNET50_BACKWARD_S / BACKWARD_SHARE,
         "backward 122 ms: order of magnitude for a V100 in Agarwal et al. 2022 (On the Utility of Gradient "
         "Compression in Distributed Training Systems); forward taken as half of it",
+    ),
+    "resnet101": Timeline(
+        _RESNET50_BACKWARD_S / BACKWARD_SHARE * _num_flops("resnet101") / _num_flops("resnet50"),
+        "as resnet50, by FLOPs",
     ),
     "vgg16": Timeline(
         VGG16_S,
@@ -63,7 +75,7 @@ TIMELINES = {
     ),
     **{
         name: Timeline(
-            3 * _BERT_BATCH * sum(layer.flops for layer in model_layers(name)) / V100_FLOPS_PER_S,
+            3 * _BERT_BATCH * _num_flops(name) / V100_FLOPS_PER_S,
             f"no published time: {_BERT_BATCH} sequences of 128 tokens at the {V100_FLOPS_PER_S / 1e12:.0f} TFLOP/s "
             "that the VGG16 figure of Zhong et al. 2021 implies",
         )

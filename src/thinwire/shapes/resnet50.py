@@ -1,18 +1,27 @@
-"""ResNet-50 for 224 x 224 images and 1,000 classes (He et al. 2016; stride in the 3 x 3 convolution)."""
+"""ResNet-50 and ResNet-101 for 224 x 224 images and 1,000 classes (He et al. 2016; stride in the 3 x 3 convolution)."""
 
 from thinwire.shapes.layer import Layer, conv, linear, norm
 
-# (blocks, width inside the bottleneck, output size in pixels) of the four stages.
-_STAGES = [(3, 64, 56), (4, 128, 28), (6, 256, 14), (3, 512, 7)]
+# (width inside the bottleneck, output size in pixels) of the four stages.
+_STAGES = [(64, 56), (128, 28), (256, 14), (512, 7)]
 _EXPANSION = 4
 
 
 def resnet50(scale: int = 1) -> list[Layer]:
     """Layers in forward order; 25,557,032 parameters at scale 1."""
+    return _resnet((3, 4, 6, 3), scale)
+
+
+def resnet101(scale: int = 1) -> list[Layer]:
+    """Layers in forward order; 44,549,160 parameters at scale 1."""
+    return _resnet((3, 4, 23, 3), scale)
+
+
+def _resnet(blocks: tuple[int, ...], scale: int) -> list[Layer]:
     layers = _conv_norm("stem", 3, 64 // scale, 7, 112)
     inputs = 64 // scale
-    for stage, (blocks, width, size) in enumerate(_STAGES, start=1):
-        for block in range(blocks):
+    for stage, (num_blocks, (width, size)) in enumerate(zip(blocks, _STAGES, strict=True), start=1):
+        for block in range(num_blocks):
             layers += _bottleneck(f"layer{stage}.{block}", inputs, width // scale, size, first=block == 0, stage=stage)
             inputs = width // scale * _EXPANSION
     layers.append(linear("fc", inputs, 1000))

@@ -116,7 +116,7 @@ class ReplayWorkload(Workload):
     """Exchange the gradients of ``name`` with every width divided by ``scale``.
 
     Args:
-        name: ``resnet50``, ``vgg16``, ``bert-base`` or ``bert-large``.
+        name: ``resnet50``, ``resnet101``, ``vgg16``, ``bert-base`` or ``bert-large``.
         rank: of this process; ranks draw different gradients.
         scale: divides every width.
         compute_s: of forward plus backward; None takes the model's default from ``TIMELINES``, divided with the FLOPs.
