@@ -2,6 +2,10 @@
 
 from thinwire import hooks as hooks
 from thinwire import optim as optim
+from thinwire.advisor.probe import profile as profile
+from thinwire.advisor.profile import Profile as Profile
+from thinwire.advisor.profile import read_profile as read_profile
+from thinwire.advisor.profile import write_profile as write_profile
 from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather

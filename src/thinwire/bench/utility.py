@@ -59,7 +59,7 @@ SOURCES = {
     "gamma": "backward is 1.04 to 1.1 times as long while an exchange runs, in the paper: 1.07 for the baseline",
     "alpha": "10 microseconds a message, of a data centre",
     "cast": "6 bytes of memory traffic per value at the 900 GB/s of a V100's data sheet",
-    "buckets": "DDP's for the baselines: 25 MiB, the first 1 MiB; methods compress the whole model once, after backward",
+    "buckets": "DDP's for baselines: 25 MiB, the first 1 MiB; methods compress the whole model once, after backward",
     "rates": (
         "10 Gbit/s as between p3.8xlarge instances, 25 Gbit/s as between p3.16xlarge ones; a ring of all GPUs has it"
     ),

@@ -8,7 +8,7 @@ import argparse
 import importlib
 import sys
 
-COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "reproduce", "selfcheck")
+COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "reproduce", "selfcheck", "probe")
 
 
 def main(argv: list[str] | None = None) -> int:

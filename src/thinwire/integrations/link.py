@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition, Staging
+from thinwire.codec import measure_codec
 from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.comm.tracing import span, title
@@ -29,7 +30,6 @@ from thinwire.integrations.agreement import agree
 from thinwire.integrations.allocation import Allocator, Errors
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
-from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
