@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
+from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload, split_local
 from thinwire.errors import ThinwireError
 from thinwire.lab.units import MAX_NODES
 
@@ -66,6 +66,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark."""
     if args.workload.startswith("replay:") and args.optimizer != "adamw":
         raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
+    local = {method: name.sync_every for method in args.methods if (name := split_local(method)) is not None}
+    if local and args.workload.startswith("replay:"):
+        raise ThinwireError(f"--methods: {next(iter(local))} exchanges what an optimizer changed; a replay has none")
+    longest = max(local, key=lambda method: local[method], default="")
+    if longest and args.steps is not None and args.steps < local[longest]:
+        raise ThinwireError(
+            f"--steps: expected at least {local[longest]}, for one exchange of {longest}, got {args.steps}"
+        )
     settings = Settings(
         workload=args.workload,
         methods=args.methods,
