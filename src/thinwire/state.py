@@ -126,6 +126,10 @@ class State:
             **{str(slot): _cloned(self._as_parameters(slot, self._gathered(slot))) for slot in Slot},
         }
 
+    def in_shape(self, name: str, flat: Tensor) -> Tensor:
+        """Return a view of a parameter's values, which are in memory order, in its shape."""
+        return _logical(flat, self._params[name])
+
     def _gathered(self, slot: Slot) -> Mapping[str, Tensor]:
         """Return a slot by parameter, flat, zero where another rank owns."""
         if not slot.owned:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Gather, Hierarchical
+from thinwire.aggregators import Gather, Hierarchical, PushPull
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.driver import ServedDriver, Servers
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
@@ -42,6 +43,7 @@ def make_link(
     start_after: int = 0,
     options: PlanOptions | None = None,
     nodes: Topology | None = None,
+    servers: Servers | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -61,7 +63,8 @@ def make_link(
     if workers is None:
         workers = min(4, torch.get_num_threads())
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
-    driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
+    served = None if servers is None else servers.connect(group, max(1, workers), timeout)
+    driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
@@ -72,7 +75,12 @@ def make_link(
         known = options or PlanOptions()
         if nodes is not None:
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))
+        known = dataclasses.replace(known, num_servers=0 if servers is None else servers.num_servers)
         phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
+        if servers is None and (pushed := _pushed(phases)):
+            raise AttachError(
+                f"{pushed[0]}: PushPull needs parameter servers: attach(..., servers=['tcp://HOST:PORT'])"
+            )
         if nodes is not None and not any(
             isinstance(param.aggregator, Hierarchical) for _, plan in phases.plans for param in plan.params
         ):
@@ -102,6 +110,8 @@ def make_link(
             f"sparse gradients={sorted(_sparse(model)) if isinstance(model, DistributedDataParallel) else None}",
         ]
         phases = agree(build, driver.control, settings)
+        if served is not None:
+            agree(lambda: _open(served, phases), driver.control)
     except BaseException:
         driver.close()
         raise
@@ -123,6 +133,7 @@ def make_link(
         sparse=_sparse(model),
         group=group,
         left_over=left_over(model) if world_size > 1 else {},
+        served=served,
     )
     if rank == 0:
         _advise(model, phases.final)
@@ -133,6 +144,11 @@ def make_link(
                 "attach(..., optimizer=optimizer) checks that"
             )
     return link
+
+
+def _open(served: ServedDriver, phases: Phases) -> Phases:
+    served.open(phases.lines())
+    return phases
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -199,6 +215,12 @@ def _voting(phases: Phases) -> list[str]:
     """Return the parameters that ranks vote on, in any phase."""
     settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
     return [name for name, aggregator in settings if isinstance(aggregator, Gather) and aggregator.votes]
+
+
+def _pushed(phases: Phases) -> list[str]:
+    """Return the parameters whose mean servers are to form, in any phase."""
+    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    return [name for name, aggregator in settings if isinstance(aggregator, PushPull)]
 
 
 def _has_momentum(plan: Plan) -> bool:

@@ -1,0 +1,53 @@
+"""``thinwire launch``: workers through torchrun, with parameter servers beside them."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from thinwire.cli.bench import positive_int
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``launch`` and its arguments."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="start workers through torchrun, with parameter servers on the same nodes",
+        description=(
+            "Run on every node, with its own --node-rank. Workers attach with thinwire.attach(model, recipe, "
+            "servers='env'). Everything on a node ends together."
+        ),
+    )
+    parser.add_argument("--servers-per-node", type=positive_int, default=2, help="default: 2")
+    parser.add_argument("--nproc-per-node", type=positive_int, required=True, help="workers on every node")
+    parser.add_argument(
+        "--hosts", default="127.0.0.1", metavar="A,B", help="of all nodes, as the others reach them (default: this one)"
+    )
+    parser.add_argument("--node-rank", type=int, default=0, help="which of the hosts this is, from 0 (default: 0)")
+    parser.add_argument("--port", type=positive_int, default=5555, help="of a node's first server (default: 5555)")
+    parser.add_argument("--master-port", type=positive_int, default=29500, help="torchrun's (default: 29500)")
+    parser.add_argument("--keys", type=Path, metavar="FOLDER", help="that `thinwire keys` made; free on one machine")
+    parser.add_argument("--on-worker-loss", choices=("fail", "continue"), default="fail", help="default: fail")
+    parser.add_argument("--threads", type=positive_int, default=1, help="of every server (default: 1)")
+    parser.add_argument("script", help="what workers run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run servers and workers of this node."""
+    from thinwire.server.launch import Launch
+    from thinwire.server.launch import run as launch
+
+    return launch(
+        Launch(
+            hosts=tuple(args.hosts.split(",")),
+            node_rank=args.node_rank,
+            servers_per_node=args.servers_per_node,
+            nproc_per_node=args.nproc_per_node,
+            port=args.port,
+            master_port=args.master_port,
+            keys=args.keys,
+            server_arguments=("--on-worker-loss", args.on_worker_loss, "--threads", str(args.threads)),
+            script=(args.script, *args.arguments),
+        )
+    )
