@@ -1,7 +1,9 @@
 """What users call."""
 
 import datetime
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from thinwire.integrations.fsdp import ShardLink
     from thinwire.integrations.fsdp_build import WeightRecipe
+    from thinwire.server.client import Servers
 
 
 @overload
@@ -58,6 +61,8 @@ def attach(
     start_after: int = 0,
     options: PlanOptions | None = None,
     nodes: Topology | None = None,
+    servers: "Sequence[str] | Servers | None" = None,
+    keys: str | Path | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -79,6 +84,8 @@ def attach(
     start_after: int = 0,
     options: PlanOptions | None = None,
     nodes: Topology | None = None,
+    servers: "Sequence[str] | Servers | None" = None,
+    keys: str | Path | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -94,7 +101,7 @@ def attach(
     Args:
         model: a `DistributedDataParallel` model on the CPU or one GPU a rank; or a `fully_shard` one on the CPU, whose
             reduce-scatters are compressed, and with `weights` their all-gathers, without `optimizer`, `nodes`,
-            `check_replicas_every` and `loggers`.
+            `servers`, `check_replicas_every` and `loggers`.
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
@@ -115,6 +122,10 @@ def attach(
         nodes: which ranks share a node, for recipes as "hier/int8": ranks per node; the sizes of all nodes, in rank
             order; a 2-D `DeviceMesh`, whose first dimension is between nodes; or "auto", the launcher's
             LOCAL_WORLD_SIZE, where it is the same on all nodes.
+        servers: addresses of parameter servers, as ["tcp://10.0.0.1:5555", ...], in the order of their --server-index,
+            which then form the mean, for recipes of the two-shot exchange; or "env", those that `thinwire launch` has
+            started; or `Servers`, with time-outs. See `thinwire server`.
+        keys: the folder that `thinwire keys` made for workers; needed where a server is on another machine.
         on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
         threads: native threads per kernel call.
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
@@ -133,6 +144,7 @@ def attach(
     Raises:
         AttachError: no process group, another kind of model or device, a model that has a hook, an optimizer that would
             apply momentum a second time.
+        ServerError: a parameter server does not answer, or `keys` are missing.
         RecipeError: an unknown recipe or a setting out of range.
         PlanError: a pattern that matches nothing, phases that do not go together, or ranks whose plans differ; the
             first difference is named. All ranks raise.
@@ -154,6 +166,8 @@ def attach(
         given = {
             "optimizer": optimizer,
             "nodes": nodes,
+            "servers": servers,
+            "keys": keys,
             "check_replicas_every": check_replicas_every,
             "loggers": loggers,
         }
@@ -194,6 +208,7 @@ def attach(
         start_after=start_after,
         options=options,
         nodes=nodes,
+        servers=_servers(servers, keys),
         on_nonfinite=on_nonfinite,
         threads=threads,
         workers=workers,
@@ -266,3 +281,24 @@ def clan(
         else clan_recipe(recipe)
     )
     return attach(model, settings, optimizer=optimizer, options=options, **others)
+
+
+def _servers(servers: "Sequence[str] | Servers | None", keys: str | Path | None) -> "Servers | None":
+    """Return settings; those that are none are refused here, before anything that ranks do together."""
+    if servers is None:
+        if keys is not None:
+            raise AttachError("keys: expected servers=['tcp://HOST:PORT'] beside them")
+        return None
+    from thinwire.server.client import Servers
+    from thinwire.server.launch import ADDRESSES, KEYS
+
+    if isinstance(servers, Servers):
+        if keys is not None:
+            raise AttachError("keys: expected them in Servers(keys=...), since servers is such settings")
+        return servers
+    if servers == "env":
+        if ADDRESSES not in os.environ:
+            raise AttachError(f"servers='env': expected {ADDRESSES} in the environment; start with  thinwire launch")
+        return Servers(addresses=tuple(os.environ[ADDRESSES].split(",")), keys=keys or os.environ.get(KEYS))
+    addresses = (servers,) if isinstance(servers, str) else tuple(servers)
+    return Servers(addresses=addresses, keys=keys)

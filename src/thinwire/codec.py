@@ -17,6 +17,7 @@ from thinwire.aggregators import (
     Nodes,
     Partition,
     PowerSGD,
+    PushPull,
     TreeReduce,
     TwoShot,
 )
@@ -38,7 +39,8 @@ def measure_codec(
     has one), then what the exchange does with the bytes, then decode every partition. A two-shot exchange decodes
     `world_size` contributions to the partitions owned and encodes those down; a gathering one decodes or counts
     `world_size` contributions to every partition; a tree merges as many bytes as (n-1)/n of all. With nodes,
-    representatives decode what comes from their node and encode the sum, and owners decode one sum a node.
+    representatives decode what comes from their node and encode the sum, and owners decode one sum a node. With
+    parameter servers nothing comes between: what they do is not counted.
     """
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
     if not partitions:
@@ -171,13 +173,13 @@ class _Block:
             self._up.decode_jobs([job], self._specs, threads=self._threads)
 
     def encode_down(self) -> None:
-        if isinstance(self.partition.aggregator, TwoShot | Hierarchical):
+        if isinstance(self.partition.aggregator, TwoShot | Hierarchical | PushPull):
             job = EncodeJob(self._value, self._mean, self._residual, 1.0, self._key)
             self._down.encode_jobs([job], self._specs, threads=self._threads)
 
     def decode_down(self) -> None:
         match self.partition.aggregator:
-            case TwoShot() | Hierarchical():
+            case TwoShot() | Hierarchical() | PushPull():
                 job = DecodeJob(self._mean, self._value, None, self._key)
                 self._down.decode_jobs([job], self._specs, threads=self._threads)
             case Gather() if not isinstance(self._up, Sign):

@@ -33,6 +33,10 @@ class RankLostError(ThinwireError, RuntimeError):
     """A peer stopped answering during an exchange. The message names it."""
 
 
+class ServerError(ThinwireError, RuntimeError):
+    """A parameter server that stopped answering, or refused what it was told. The message names it."""
+
+
 class NonFiniteError(ThinwireError, ArithmeticError):
     """A gradient held inf or nan and no GradScaler was given to skip the step."""
 

@@ -15,9 +15,11 @@ from thinwire.aggregators import (
     MessageLayout,
     Partition,
     PowerSGD,
+    PushPull,
     TwoShot,
     between_nodes_nbytes,
 )
+from thinwire.aggregators.push_pull import server_work
 from thinwire.comm.rounds import Round
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
@@ -148,7 +150,7 @@ class Plan:
         """Bytes that DDP's ring all-reduce would send over the bytes that the busiest rank sends; 1 with one rank."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.raw_nbytes
         busiest = self.busiest_nbytes
-        return ring / busiest if busiest else 1.0
+        return ring / busiest if busiest and ring else 1.0
 
     def lines(self) -> list[str]:
         """Return all that must agree between ranks, one fact a line."""
@@ -183,10 +185,15 @@ class Plan:
         return (
             f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
             f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; "
-            f"{self._between_nodes()}residuals take "
+            f"{self._between_nodes()}{self._at_servers()}residuals take "
             f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
             "step with a GradScaler"
         )
+
+    def _at_servers(self) -> str:
+        if not self.options.num_servers:
+            return ""
+        return f"as much comes back from {self.options.num_servers} servers, which keep residuals of their own; "
 
     def _between_nodes(self) -> str:
         if not any(isinstance(param.aggregator, Hierarchical) for param in self.params):
@@ -241,8 +248,10 @@ def build_plan(
     if len(topologies) > 1:
         raise PlanError(f"expected the same nodes for all parameters, got {', '.join(map(str, topologies))}")
     momentum = _one_momentum(settings, momentum)
+    served = options.num_servers or max((a.num_servers for a in settings if isinstance(a, PushPull)), default=0)
     one_dense = (
         all_reduce
+        and not served
         and momentum is None
         and len(settings) <= 1
         and all(isinstance(aggregator, Dense) for aggregator in settings)
@@ -251,8 +260,9 @@ def build_plan(
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
-    # run of parameters makes a bucket, its bytes are spread within two partitions' worth.
-    owners = [(0, rank) for rank in range(world_size)]  # a heap of (bytes owned, rank)
+    # run of parameters makes a bucket, its bytes are spread within two partitions' worth. Among servers it is work
+    # that is spread: their processors are what is short.
+    owners = [(0, owner) for owner in range(served or world_size)]  # a heap of (bytes or work, owner)
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
@@ -260,6 +270,8 @@ def build_plan(
             aggregator = owned if carrier is None or momentum is not None else _riding(carrier, owned)
         if isinstance(aggregator, Hierarchical) and aggregator.node_sizes is None:
             aggregator = dataclasses.replace(aggregator, node_sizes=options.node_sizes)
+        if served and info.dtype in COMPRESSIBLE_DTYPES:
+            aggregator = _through_servers(info.name, aggregator, served)
         aggregator = aggregator.for_world(world_size)
         if momentum is not None and aggregator.feedback != momentum:
             got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
@@ -288,6 +300,18 @@ def _riding(carrier: PowerSGD | Hierarchical, owned: TwoShot) -> Aggregator:
     return Hierarchical(up=owned.up, down=owned.down, node_sizes=carrier.node_sizes)
 
 
+def _through_servers(name: str, aggregator: Aggregator, num_servers: int) -> PushPull:
+    """Return a two-shot exchange with servers as owners."""
+    if isinstance(aggregator, PushPull):
+        return dataclasses.replace(aggregator, num_servers=num_servers)
+    if not isinstance(aggregator, TwoShot):
+        raise PlanError(
+            f"{name}: expected a recipe of the two-shot exchange, such as 'int8', 'topk:0.01' or 'onebit', which "
+            f"servers can form the mean of, got {aggregator.recipe()!r}; or attach without servers"
+        )
+    return PushPull(up=aggregator.up, down=aggregator.down, feedback=aggregator.feedback, num_servers=num_servers)
+
+
 def _one_momentum(settings: Iterable[Aggregator], momentum: MomentumCorrection | None) -> MomentumCorrection | None:
     """Return the momentum that all parameters get, `momentum` or what the settings say."""
     found = {momentum} if momentum is not None else set[MomentumCorrection]()
@@ -305,9 +329,9 @@ def _cut(
     owners: list[tuple[int, int]],
     whole: bool,
 ) -> tuple[Partition, ...]:
-    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank).
+    """Cut one parameter into partitions and deal owners to them.
 
-    `shape` is the parameter's in memory order.
+    `owners` is a heap of (bytes or work owned, rank or server), `shape` is the parameter's in memory order.
     """
     partitions: list[Partition] = []
     whole = whole or bool(whole_kinds(aggregator))
@@ -331,6 +355,8 @@ def _cut(
                 nbytes = sum(compressor.nbytes(partition.spec) for compressor in (aggregator.up, aggregator.down))
             except ValueError as error:
                 raise PlanError(f"{info.name}: {error}") from error
+            if isinstance(aggregator, PushPull):
+                nbytes = server_work(partition)
         heapq.heapreplace(owners, (load + nbytes, owner))
         partitions.append(partition)
     return tuple(partitions)

@@ -292,6 +292,22 @@ def parse_compressor(text: str) -> Compressor:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 
 
+def parse_feedback(text: str) -> Feedback:
+    """Return the feedback that the part of a recipe after "@" stands for.
+
+    Raises:
+        RecipeError: an unknown name or argument.
+
+    Example:
+        >>> parse_feedback("ef:decay=0.9")
+        ErrorFeedback(decay=0.9, lr_correction=False)
+    """
+    try:
+        return _feedback(text.strip())
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
 def _compressor(text: str, known: Iterable[str]) -> Compressor:
     first, at, then = text.partition("~")
     if at:

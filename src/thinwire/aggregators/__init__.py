@@ -17,6 +17,7 @@ from thinwire.aggregators.message import Message as Message
 from thinwire.aggregators.message import Section as Section
 from thinwire.aggregators.nodes import Nodes as Nodes
 from thinwire.aggregators.power_sgd import PowerSGD as PowerSGD
+from thinwire.aggregators.push_pull import PushPull as PushPull
 from thinwire.aggregators.reduce_scatter import ReduceScatter as ReduceScatter
 from thinwire.aggregators.shard_all_gather import ShardAllGather as ShardAllGather
 from thinwire.aggregators.staging import Staging as Staging

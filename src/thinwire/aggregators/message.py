@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence, Set
+from collections.abc import Container, Generator, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +39,7 @@ class Block:
         unit_ratio: the part of it that converts units (loss scale, learning rate), without the decay.
         gradient_scale: factor on the gradient in this step: clipping.
         used: whether this rank's backward reached the parameter in this step.
+        learning_rate: of this step, where feedback corrects for it.
     """
 
     partition: Partition
@@ -50,6 +51,7 @@ class Block:
     unit_ratio: float = 1.0
     gradient_scale: float = 1.0
     used: bool = True
+    learning_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +115,7 @@ class Message:
         nonfinite: (rank, MEAN or MANY, parameter) of every contribution that was not finite; equal on all ranks.
         unused: parameters that no rank's backward reached; equal on all ranks.
         scales_differ: whether ranks had different loss scales, so that nothing was delivered; equal on all ranks.
+        undelivered: whether what servers answered in the last step came to nothing, so that they must take it back.
         encode_s, decode_s: wall seconds spent in kernels.
     """
 
@@ -130,6 +133,7 @@ class Message:
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())
     unused: set[str] = field(default_factory=lambda: set())
     scales_differ: bool = False
+    undelivered: bool = False
     encode_s: float = 0.0
     decode_s: float = 0.0
     _statistics: Tensor | None = None
@@ -355,11 +359,12 @@ class Message:
             group = _Group(compressor, [place for place, _ in found], specs)
             yield group, [start for _, start in found], [compressor.nbytes(spec) for spec in specs]
 
-    def restore(self) -> None:
-        """Put residuals back to their values from before this step, in the units they then had."""
-        for prepared in self._encodes.values():
-            for residual, saved in prepared.undo.saved():
-                residual.copy_(saved)
+    def restore(self, places: Container[int] | None = None) -> None:
+        """Put residuals (of some blocks) back to their values from before this step, in the units they then had."""
+        for undo in (prepared.undo for prepared in self._encodes.values()):
+            for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=False):  # saved: all or none
+                if places is None or place in places:
+                    residual.copy_(saved)
 
     def forget(self) -> None:
         """Give the memory that `restore` needs back."""
@@ -381,11 +386,12 @@ class Message:
         if self.nonfinite:
             for block in self.blocks:
                 block.value.fill_(float("nan"))
-            self._put_back(set(self.layout.names))
+            self.put_back(set(self.layout.names))
         elif self.unused:  # DDP discards what is delivered for these
-            self._put_back(self.unused)
+            self.put_back(self.unused)
 
-    def _put_back(self, names: Set[str]) -> None:
+    def put_back(self, names: Set[str]) -> None:
+        """Let what these parameters owe stay owed, in the units of this step."""
         for undo in (prepared.undo for prepared in self._encodes.values()):
             for (place, kept), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
                 block = self.blocks[place]
@@ -403,7 +409,7 @@ class Message:
         self.unused, nonfinite, differ = read_flags(data, self.layout.names, op)
         self.nonfinite |= nonfinite
         if differ:
-            self._refuse()
+            self.refuse()
 
     def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
         """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""
@@ -425,9 +431,9 @@ class Message:
             self.nonfinite |= {(rank, name) for name in names_in(nonfinite, names)}
         self.unused = names_in(((1 << len(names)) - 1) & ~reached, names)
         if len(scales) > 1:
-            self._refuse()
+            self.refuse()
 
-    def _refuse(self) -> None:
+    def refuse(self) -> None:
         """Deliver nothing: what ranks sent is in different units."""
         self.scales_differ = True
         self.nonfinite |= {(MANY, name) for name in self.layout.names}

@@ -8,7 +8,21 @@ import argparse
 import importlib
 import sys
 
-COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "reproduce", "selfcheck", "probe")
+COMMANDS = (
+    "demo",
+    "bench",
+    "lab",
+    "compressors",
+    "kernels",
+    "record",
+    "replay",
+    "reproduce",
+    "selfcheck",
+    "probe",
+    "server",
+    "keys",
+    "launch",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

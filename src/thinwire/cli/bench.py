@@ -19,8 +19,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "bench",
         help="measure gradient exchange on a workload and a network of your choice",
-        description="Trains a workload with several methods on an emulated network and compares them.",
+        description=(
+            "Trains a workload with several methods on an emulated network and compares them. `bench server` "
+            "measures a parameter server's own work instead, without a network."
+        ),
     )
+    parser.add_argument("what", nargs="?", choices=("server",), help="a parameter server alone, see below")
     parser.add_argument(
         "--workload",
         type=argument(parse_workload),
@@ -59,11 +63,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write what every rank does in one step, for https://ui.perfetto.dev; FILE-METHOD for several methods",
     )
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
+    alone = parser.add_argument_group("for `bench server`")
+    alone.add_argument("--workers", type=positive_int, default=8, help="that push (default: 8)")
+    alone.add_argument(
+        "--recipes", metavar="A,B", default="onebit,int8,topk:0.01,identity", help="default: %(default)s"
+    )
+    alone.add_argument("--mb", type=positive, default=16.0, help="MiB of one worker's gradient (default: 16)")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark."""
+    if args.what == "server":
+        from thinwire.cli.bench_server import run_server
+
+        return run_server(args.recipes.split(","), args.workers, int(args.mb * (1 << 20)), args.json)
     if args.workload.startswith("replay:") and args.optimizer != "adamw":
         raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
     local = {method: name.sync_every for method in args.methods if (name := split_local(method)) is not None}

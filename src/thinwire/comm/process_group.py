@@ -32,7 +32,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Pull, Push, Round, SendRecv, Transfer
 from thinwire.comm.tracing import span
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
@@ -64,6 +64,8 @@ def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = No
             group.allreduce([transfer.send], reduce).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
+        case Push() | Pull() as served:
+            raise ScheduleError(f"expected rounds between ranks, got {type(served).__name__}, which needs servers")
 
 
 def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[int], mesh: Mesh) -> None:

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.wire import FRAME_NBYTES
+
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
@@ -90,7 +92,44 @@ class SendRecv:
         return sum(stop - start for _, target, start, stop in self.moves if target == rank)
 
 
-Round = AllToAll | AllGather | AllReduce | SendRecv
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Every rank sends nbytes[s] bytes to server s, in a frame, for every s; nothing where that is 0.
+
+    contents[s] describes what those bytes are; the server is told it once, and frames name it by its digest.
+    """
+
+    nbytes: tuple[int, ...]
+    contents: tuple[str, ...]
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`, headers of frames included."""
+        return sum(FRAME_NBYTES + nbytes for nbytes in self.nbytes if nbytes)
+
+    def sent_nbytes_by_rank(self) -> list[int]:
+        """Bytes that leave each rank."""
+        return [self.sent_nbytes(0)] * self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Every rank asks server s for nbytes[s] bytes, the same for all ranks, for every s; not where that is 0."""
+
+    nbytes: tuple[int, ...]
+    contents: tuple[str, ...]
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`: requests. What is asked for leaves the servers."""
+        return FRAME_NBYTES * sum(nbytes > 0 for nbytes in self.nbytes)
+
+    def sent_nbytes_by_rank(self) -> list[int]:
+        """Bytes that leave each rank."""
+        return [self.sent_nbytes(0)] * self.world_size
+
+
+Round = AllToAll | AllGather | AllReduce | SendRecv | Push | Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +139,8 @@ class Transfer:
     AllToAll: `send` holds the blocks for rank 0, 1, ... one after another, `receive` gets world_size blocks of
     nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
     AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv: moves are cut from `send`, and
-    `receive` gets what arrives.
+    `receive` gets what arrives. Push: `send` holds the blocks for server 0, 1, ..., and must stay as it is until the
+    pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, ....
     """
 
     round: Round

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Gather, Hierarchical
+from thinwire.aggregators import Gather, Hierarchical, PushPull
 from thinwire.allocate import Allocate
 from thinwire.comm.device import Cuda, Device
 from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.driver import ServedDriver, Servers
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
@@ -45,6 +46,7 @@ def make_link(
     start_after: int = 0,
     options: PlanOptions | None = None,
     nodes: Topology | None = None,
+    servers: Servers | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -66,7 +68,8 @@ def make_link(
         on_host = not isinstance(model, DistributedDataParallel) or all(p.is_cpu for p in model.parameters())
         workers = min(4, torch.get_num_threads()) if on_host else DEPTH
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
-    driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
+    served = None if servers is None else servers.connect(group, max(1, workers), timeout)
+    driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
@@ -74,10 +77,19 @@ def make_link(
             raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
+        if servers is not None and isinstance(recipe, Allocate):
+            raise AttachError("Allocate: not supported with servers; expected one recipe, patterns, or a schedule")
+        if servers is not None and not all(param.is_cpu for param in model.parameters()):
+            raise AttachError("servers: expected a model on the CPU; exchange between ranks, without servers")
         known = options or PlanOptions()
         if nodes is not None:
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))
+        known = dataclasses.replace(known, num_servers=0 if servers is None else servers.num_servers)
         phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
+        if servers is None and (pushed := _pushed(phases)):
+            raise AttachError(
+                f"{pushed[0]}: PushPull needs parameter servers: attach(..., servers=['tcp://HOST:PORT'])"
+            )
         if nodes is not None and not any(
             isinstance(param.aggregator, Hierarchical) for plan in phases.all_plans for param in plan.params
         ):
@@ -107,6 +119,8 @@ def make_link(
             f"sparse gradients={sorted(_sparse(model)) if isinstance(model, DistributedDataParallel) else None}",
         ]
         phases = agree(build, driver.control, settings)
+        if served is not None:
+            agree(lambda: _open(served, phases), driver.control)
     except BaseException:
         driver.close()
         raise
@@ -129,6 +143,7 @@ def make_link(
         group=group,
         left_over=left_over(model) if world_size > 1 else {},
         device=_device(model),
+        served=served,
     )
     if rank == 0:
         _advise(model, phases.final)
@@ -139,6 +154,11 @@ def make_link(
                 "attach(..., optimizer=optimizer) checks that"
             )
     return link
+
+
+def _open(served: ServedDriver, phases: Phases) -> Phases:
+    served.open(phases.lines())
+    return phases
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -222,6 +242,12 @@ def _momentum(plan: Plan) -> MomentumCorrection | None:
     """Return the momentum that is applied before sending; `build_plan` sees to it that there is one at most."""
     feedback = (param.aggregator.feedback for param in plan.params)
     return next((one for one in feedback if isinstance(one, MomentumCorrection)), None)
+
+
+def _pushed(phases: Phases) -> list[str]:
+    """Return the parameters whose mean servers are to form, in any phase."""
+    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    return [name for name, aggregator in settings if isinstance(aggregator, PushPull)]
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer, sent: MomentumCorrection | None) -> None:

@@ -20,16 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition, Staging
+from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition, PushPull, Staging
 from thinwire.codec import measure_codec
 from thinwire.comm.device import Device, Failure, staged
-from thinwire.comm.process_group import Outcome, OverlappedDriver
+from thinwire.comm.process_group import Outcome
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.allocation import Allocator, Errors
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
+from thinwire.integrations.driver import Driver, ServedDriver
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
@@ -37,7 +39,7 @@ from thinwire.integrations.stats import StepStats, Totals
 from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases
-from thinwire.plan import Plan
+from thinwire.plan import Plan, PlannedParam
 from thinwire.state import State
 
 NORM_EVERY = 50  # steps between measurements of residual_ratio, which cost a pass over the residuals
@@ -111,7 +113,7 @@ class Link:
         self,
         phases: Phases,
         params: Mapping[str, Tensor],
-        driver: OverlappedDriver,
+        driver: Driver,
         *,
         rank: int,
         optimizer: torch.optim.Optimizer | None = None,
@@ -127,6 +129,7 @@ class Link:
         group: dist.ProcessGroup | None = None,
         left_over: Mapping[str, int] | None = None,
         device: Device | None = None,
+        served: ServedDriver | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
@@ -140,6 +143,8 @@ class Link:
         self._sparse, self._group, self._left_over = dict(sparse or {}), group, dict(left_over or {})
         self._names = {id(param): name for name, param in (*params.items(), *self._sparse.items())}
         self._driver = driver
+        self._served = served  # the driver, where servers keep what owners keep; a failed step is then undone
+        self._begun: _Step | None = None  # the last step
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
         self._watch = watch
@@ -200,17 +205,65 @@ class Link:
 
         `torch.distributed.checkpoint` keeps one rank's value of equal keys: give it `thinwire.Checkpointable(link)`.
 
+        With parameter servers an exchange that failed is undone first, which closes the link: what is returned is what
+        was kept before that step.
+
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
         """
-        if self._failed is not None or self._step is not None:
+        if self._failed is not None and self._served is not None:
+            self._recover()
+        elif self._failed is not None or self._step is not None:
             what = "a backward pass did not come to its end" if self._failed is None else "an exchange failed"
             raise StateError(
                 f"{what}, and residuals are between two steps: go on from the checkpoint before it"
             ) from self._failed
+        state = self.state.state_dict()
+        if self._served is not None:
+            state[Slot.OWNER] = {} if self._failed is not None else self._read_servers(self._served)
         allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
-        return {**self.state.state_dict(), **allocation}
+        return {**state, **allocation}
+
+    def _owed_by_servers(self) -> list[PlannedParam]:
+        params = self.phases.kept.params
+        return [p for p in params if isinstance(p.aggregator, PushPull) and p.aggregator.feedback is not None]
+
+    def _kept_by_servers(self) -> list[Partition]:
+        """Return the partitions whose residuals at servers this rank saves and loads: every so manieth."""
+        kept = [p for param in self._owed_by_servers() for p in param.partitions]
+        return kept[self.rank :: self.plan.world_size]
+
+    def _read_servers(self, served: ServedDriver) -> dict[str, Tensor]:
+        """Return this rank's share of what servers owe, zero elsewhere, in the shapes of parameters."""
+        partitions = self._kept_by_servers()
+        found = served.read_residuals(partitions, self.state.loss_scale, self.state.step)
+        infos = (param.info for param in self._owed_by_servers())
+        whole = {info.name: torch.zeros(info.numel, dtype=torch.float32) for info in infos}
+        for p, residual in zip(partitions, found, strict=True):
+            whole[p.name][p.offset : p.offset + p.numel] = residual
+        return {name: self.state.in_shape(name, flat) for name, flat in whole.items()}
+
+    def _write_servers(self, served: ServedDriver, saved: Mapping[str, Tensor]) -> None:
+        """Give this rank's share of what servers owe back to them; what was not saved starts at zero."""
+        partitions = self._kept_by_servers()
+        values = list[Tensor]()
+        for p in partitions:
+            flat = torch.zeros(self.plan.by_name[p.name].info.numel, dtype=torch.float32)
+            if p.name in saved:
+                self.state.in_shape(p.name, flat).copy_(saved[p.name])
+            values.append(flat[p.offset : p.offset + p.numel])
+        served.write_residuals(partitions, values, self.state.loss_scale, self.state.learning_rates)
+
+    def _recover(self) -> None:
+        """Undo the step that failed, once no thread is at work on it any more."""
+        self._driver.close()
+        if (step := self._begun) is not None:
+            for message in step.messages:
+                message.restore()
+                message.forget()
+            step.messages.clear()
+        self._step = None
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
@@ -234,7 +287,10 @@ class Link:
                 "state was saved with Allocate, and this recipe chooses nothing: attach with Allocate, or load it with "
                 "strict=False, which drops the choice"
             )
-        self.state.load_state_dict(state, strict=strict)
+        served = self._served
+        self.state.load_state_dict(state if served is None else {**state, Slot.OWNER: {}}, strict=strict)
+        if served is not None:
+            self._write_servers(served, state[Slot.OWNER])
         if self._allocator is not None:
             self._allocator.load_state_dict(state.get("allocation"))
             self.plan = self._allocator.plan
@@ -412,7 +468,7 @@ class Link:
         self._check_replicas()
         if self._watch is not None:
             self._watch.begin()
-        step = _Step(self.state.step, self._agreed_plan())
+        step = self._begun = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
         if self._optimizer is not None:
@@ -472,7 +528,7 @@ class Link:
         for block in message.blocks:
             name, feedback = block.partition.name, block.partition.aggregator.feedback
             if feedback is not None:
-                lr = step.learning_rates.get(name, 1.0)
+                lr = block.learning_rate = step.learning_rates.get(name, 1.0)
                 block.unit_ratio = feedback.unit_ratio(
                     lr=lr,
                     last_lr=self.state.learning_rates.get(name, lr),
@@ -490,7 +546,7 @@ class Link:
         if error is None and step.number % NORM_EVERY == 0:
             delivered = any(bool(value.any()) for value in _values(message))
             squared_norm = _squared_norm(message)  # now: the memory it lies in is given back with its bucket
-        if self._scaler is None:
+        if self._scaler is None and self._served is None:
             message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
         with self._lock:
             if error is None:
@@ -547,9 +603,10 @@ class Link:
             step.stats.residual_ratio = self._residual_ratio(step)
         else:
             step.stats.residual_ratio = self._totals.last.residual_ratio
-        for message in step.messages:
-            message.forget()
-        step.messages.clear()
+        if self._failed is None or self._served is None:
+            for message in step.messages:
+                message.forget()
+            step.messages.clear()
         with self._lock:
             self._totals.add(step.stats)
             self._unlogged = (step.number, step.stats)
