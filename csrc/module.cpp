@@ -224,6 +224,7 @@ NB_MODULE(_native, m) {
         decode_random_k_all(jobs, streams, RandomK{Number{number}, block, period, false}, threads);
     }, nb::arg("jobs"), nb::arg("streams"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("threads"));
     bind_shared(m);
+    bind_low_rank(m);
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
           nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"), nb::arg("piece_nbytes"),
           nb::arg("timeout_ms"), nb::arg("wake"));

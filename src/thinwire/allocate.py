@@ -19,8 +19,8 @@ _LARGEST = np.finfo(np.float64).max
 class Allocate:
     r"""Chooses a recipe for every parameter anew every so often: the fewest bytes whose error keeps a budget.
 
-    With e_{lc} the squared error of the gradient of parameter l under candidate c, summed over ranks and the steps in
-    which it was measured, s_{lc} the bytes that all ranks then send for it in a step, and d the default:
+    With e_{lc} the error of the gradient of parameter l under candidate c (the norm of all that is lost by all ranks in
+    the steps that are measured), s_{lc} the bytes that all ranks then send for it in a step, and d the default:
 
         minimise sum_l s_{l c(l)}   subject to   sum_l e_{l c(l)} <= budget * sum_l e_{ld}.
 
@@ -52,9 +52,9 @@ class Allocate:
 
     References:
         Mohammadreza Alimohammadi, Ilia Markov, Elias Frantar, Dan Alistarh, "L-GreCo: Layerwise-Adaptive Gradient
-        Compression for Efficient and Accurate Deep Learning", 2022. Differs from the paper: errors are squared, so that
-        their sum is the error of the whole gradient; they are those of single gradients, not of the sum over the steps
-        in between; candidates are listed; every rank solves.
+        Compression for Efficient and Accurate Deep Learning", 2022. Differs from the paper: errors
+        are those of single gradients, not of their sum over the steps in between; candidates are listed; every rank
+        solves.
     """
 
     candidates: Sequence[str | Aggregator]

@@ -85,11 +85,11 @@ def _chosen(rank, world_size, which):
             for errors in rows.values():
                 dist.all_reduce(errors)
             names = list(seen[step])
-            budget = allocate.budget * sum(float(rows[name][allocate.default_index]) for name in names)
+            budget = allocate.budget * sum(float(rows[name][allocate.default_index]) ** 0.5 for name in names)
             assert link.phases.choices is not None
             plans = link.phases.choices.plans
             sizes = [[_sent(plan.by_name[name]) for plan in plans] for name in names]
-            table = [rows[name].tolist() for name in names]
+            table = [rows[name].sqrt().tolist() for name in names]
             found = choose(table, sizes, budget)
             got = [seen[step][name] for name in names]
             assert got == [plans[c].by_name[n].aggregator.recipe() for n, c in zip(names, found, strict=True)]

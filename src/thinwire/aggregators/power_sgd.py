@@ -14,14 +14,7 @@ from thinwire.comm.rounds import AllReduce, Exchange
 from thinwire.compressors import Compressor, Identity, LowRank
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
-from thinwire.kernels.low_rank import (
-    ErrorForm,
-    draw_q,
-    effective_rank,
-    matrix_shape,
-    orthogonalise_,
-    reconstruct,
-)
+from thinwire.kernels.low_rank import ErrorForm, effective_rank, matrix_shape
 from thinwire.random import SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
 
@@ -169,7 +162,7 @@ class PowerSGD(Aggregator):
             bad: set[str] = set()
             for matrix in matrices:
                 matrix.begin()
-            _orthogonalise([matrix.known for matrix in matrices])
+            _orthogonalise([matrix.known for matrix in matrices], message.threads)
             for matrix in matrices:
                 if not matrix.multiply(first):
                     bad.add(matrix.name)
@@ -191,7 +184,7 @@ class PowerSGD(Aggregator):
                 if message.nonfinite:
                     second[0].zero_()  # it travels all the same: ranks keep to one schedule
                 else:
-                    _orthogonalise([matrix.found(first) for matrix in matrices])
+                    _orthogonalise([matrix.found(first) for matrix in matrices], message.threads)
                     for matrix in matrices:
                         matrix.multiply_back(first, second[0])
             yield from message.all_reduce(rounds[1], second[0])
@@ -236,7 +229,7 @@ class _Matrix:
         assert settings.rank is not None
         assert block.residual is not None
         self.name = block.partition.name
-        self._block, self._settings, self._step = block, settings, message.step
+        self._block, self._settings, self._step, self._threads = block, settings, message.step, message.threads
         self._starts = message.layout.up[place], message.layout.down[place]
         (m, n), self._rank = matrix_shape(shape), effective_rank(shape, settings.rank)
         self._matrix, self._value = block.residual.view(m, n), block.value.view(m, n)
@@ -258,7 +251,8 @@ class _Matrix:
         if bool(empty.any()):
             partition = block.partition
             key = Key(partition.key, self._step, SHARED_STREAM)
-            self.known[empty] = draw_q(key, columns, self._rank, empty.device).mT[empty]
+            drawn = serving_device(empty).draw_q(key, columns, self._rank, empty.device)
+            self.known[empty] = drawn.mT[empty]
 
     def found(self, numbers: Tensor) -> Tensor:
         """Return the factor of the first round, (r, rows), where it lies in the buffer."""
@@ -288,22 +282,22 @@ class _Matrix:
         """Put the mean together, and keep the factor that was summed last."""
         if second is None:
             last = self.found(numbers).div_(world_size)
-            reconstruct(last.mT, self.known.mT, out=self._value)
+            serving_device(last).reconstruct(last.mT, self.known.mT, out=self._value, threads=self._threads)
         else:
             last = self._back(second).div_(world_size)
-            reconstruct(self.found(numbers).mT, last.mT, out=self._value)
+            serving_device(last).reconstruct(self.found(numbers).mT, last.mT, out=self._value, threads=self._threads)
         if self._settings.error == "aggregated":
             self._matrix.sub_(self._value)
         self._memory[: last.numel()].copy_(last.view(-1))
 
 
-def _orthogonalise(factors: Sequence[Tensor]) -> None:
+def _orthogonalise(factors: Sequence[Tensor], threads: int) -> None:
     """Make the rows of every factor orthonormal, in place; those of one shape together, since most are small."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for factor in factors:
         groups.setdefault(tuple(factor.shape), []).append(factor)
     for group in groups.values():
         together = torch.stack(group)
-        orthogonalise_(together.mT)
+        serving_device(together).orthogonalise_(together.mT, threads=threads)
         for factor, done in zip(group, together, strict=True):
             factor.copy_(done)

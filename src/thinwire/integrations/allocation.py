@@ -83,7 +83,7 @@ class Allocator:
             return
         nothing = [0.0] * len(self._choices.plans)  # of a parameter that no backward pass reached
         tables = [[errors.get(name, nothing) for name in self._names] for _, errors in gathered]
-        table = [[math.fsum(column) for column in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
+        table = [[math.sqrt(math.fsum(c)) for c in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
         settings = self._choices.settings
         budget = settings.budget * math.fsum(row[settings.default_index] for row in table)
         sizes = [[_nbytes(plan, name) for plan in self._choices.plans] for name in self._names]
@@ -93,7 +93,7 @@ class Allocator:
             error = math.fsum(row[candidate] for row, candidate in zip(table, found, strict=True))
             counts = Counter(settings.names[candidate] for candidate in found)
             logging.getLogger("thinwire").info(
-                "step %d: chose %s; squared error %.3g of a budget of %.3g; all ranks send %d bytes a step of them, %d "
+                "step %d: chose %s; error %.3g of a budget of %.3g; all ranks send %d bytes a step of them, %d "
                 "with %s for all",
                 step,
                 ", ".join(f"{name} for {counts[name]} parameters" for name in settings.names if counts[name]),

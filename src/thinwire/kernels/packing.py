@@ -18,6 +18,7 @@ from thinwire.kernels.codes import blocks_nbytes, packed_nbytes
 from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 from thinwire.kernels.ternary import ternary_nbytes
 from thinwire.kernels.top_k_layout import MAX_NUMEL, payload_nbytes, top_k_layout
+from thinwire.random import Key
 
 ENCODE_JOB = struct.Struct("<7Q2IfI")
 DECODE_JOB = struct.Struct("<3Qf3I")
@@ -339,8 +340,13 @@ def pack_streams(jobs: Sequence[DecodeJob]) -> bytes:
     packed: list[bytes] = []
     for key in keys:
         assert key is not None, "decoding draws random numbers: it needs a key"
-        packed.append(STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32))
+        packed.append(pack_stream(key))
     return b"".join(packed)
+
+
+def pack_stream(key: Key) -> bytes:
+    """Pack one stream."""
+    return STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32)
 
 
 def _rows(packed: bytes, row: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
