@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.cli import main
 from thinwire.server.launch import Launch
 
 
-def _thinwire(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd, check=False
-    )
+def _thinwire(*arguments):
+    command = [sys.executable, "-m", "thinwire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def _status(arguments):
+    try:
+        return main(arguments)
+    except SystemExit as left:  # argparse
+        return left.code
 
 
 def test_metrics_and_a_status_line():
@@ -47,14 +54,13 @@ def test_metrics_and_a_status_line():
         (["--bind", "tcp://127.0.0.1:0", "--server-index", "2/2"], 2, "expected which of how many servers"),
     ],
 )
-def test_what_is_wrong_is_said(arguments, status, message):
-    done = _thinwire("server", "--num-workers", "2", *arguments)
-    assert done.returncode == status
-    assert message in done.stderr
+def test_what_is_wrong_is_said(arguments, status, message, capsys):
+    assert _status(["server", "--num-workers", "2", *arguments]) == status
+    assert message in capsys.readouterr().err
 
 
-def test_keys_are_made_once(tmp_path):
-    assert _thinwire("keys", "keys", cwd=tmp_path).returncode == 0
+def test_keys_are_made_once(tmp_path, capsys):
+    assert main(["keys", str(tmp_path / "keys")]) == 0
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
         "keys/server/server.public",
         "keys/server/server.secret",
@@ -63,15 +69,14 @@ def test_keys_are_made_once(tmp_path):
         "keys/worker/worker.public",
         "keys/worker/worker.secret",
     ]
-    again = _thinwire("keys", "keys", cwd=tmp_path)
-    assert again.returncode == 1
-    assert "expected no keys there" in again.stderr
+    assert main(["keys", str(tmp_path / "keys")]) == 1
+    assert "expected no keys there" in capsys.readouterr().err
 
 
-def test_a_server_alone_is_measured(tmp_path):
-    done = _thinwire("bench", "server", "--workers", "2", "--mb", "0.5", "--recipes", "onebit,int8", "--json", "-")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+def test_a_server_alone_is_measured(capsys):
+    arguments = ["bench", "server", "--workers", "2", "--mb", "0.5", "--recipes", "onebit,int8", "--json", "-"]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
     assert [row["recipe"] for row in document["rows"]] == ["onebit", "int8"]
     for row in document["rows"]:
         assert row["gb_per_s"] > 0
@@ -102,10 +107,9 @@ def test_launch_starts_servers_and_workers_and_ends_them():
     assert "served " in done.stderr
 
 
-def test_launch_on_other_machines_needs_keys():
-    done = _thinwire("launch", "--nproc-per-node", "2", "--hosts", "10.0.0.1,10.0.0.2", "train.py")
-    assert done.returncode == 1
-    assert "expected a folder made by  thinwire keys FOLDER" in done.stderr
+def test_launch_on_other_machines_needs_keys(capsys):
+    assert main(["launch", "--nproc-per-node", "2", "--hosts", "10.0.0.1,10.0.0.2", "train.py"]) == 1
+    assert "expected a folder made by  thinwire keys FOLDER" in capsys.readouterr().err
 
 
 def test_servers_are_numbered_node_after_node(tmp_path):
