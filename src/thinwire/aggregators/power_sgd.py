@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import num_flags
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.comm.rounds import AllReduce, Exchange
@@ -201,7 +202,7 @@ class PowerSGD(Aggregator):
                     matrix.deliver(first, second[0] if second else None, world_size)
                 for place in riding:
                     block = message.blocks[place]
-                    block.value.copy_(_part(first, layout.up[place], block.value.numel())).div_(world_size)
+                    divide_(block.value.copy_(_part(first, layout.up[place], block.value.numel())), world_size)
             message.note_nonfinite_means()
         for buffer in buffers:
             message.near.give(buffer)
@@ -279,10 +280,10 @@ class _Matrix:
     def deliver(self, numbers: Tensor, second: Tensor | None, world_size: int) -> None:
         """Put the mean together, and keep the factor that was summed last."""
         if second is None:
-            last = self.found(numbers).div_(world_size)
+            last = divide_(self.found(numbers), world_size)
             reconstruct(last.mT, self.known.mT, out=self._value)
         else:
-            last = self._back(second).div_(world_size)
+            last = divide_(self._back(second), world_size)
             reconstruct(self.found(numbers).mT, last.mT, out=self._value)
         if self._settings.error == "aggregated":
             self._matrix.sub_(self._value)
