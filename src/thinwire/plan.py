@@ -20,7 +20,7 @@ from thinwire.aggregators import (
     between_nodes_nbytes,
 )
 from thinwire.aggregators.push_pull import server_work
-from thinwire.comm.rounds import Round
+from thinwire.comm.rounds import Round, buffers_nbytes
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.policy import ParamInfo, Patterns, PlanOptions, Policy, resolver, whole_kinds
@@ -139,6 +139,15 @@ class Plan:
             owned = sum(p.numel for p in param.partitions if p.owner == rank)
             total += sum(4 * (owned if slot.owned else param.slot_numel(slot)) for slot in param.slots)
         return total
+
+    def message_nbytes(self, rank: int) -> int:
+        """Return the bytes of all buffers that a message sends from and receives into on `rank`, of the largest one.
+
+        On a GPU in pinned memory, and about as much beside the gradients. Buckets that are sent dense, by all-reduce,
+        are cut by DDP: a plan does not know how large they are, and holds the model for one.
+        """
+        names = [param.info.name for param in reversed(self.params)]
+        return max(sum(buffers_nbytes(r, rank) for r in layout.rounds) for layout in self.messages(names))
 
     @property
     def raw_nbytes(self) -> int:

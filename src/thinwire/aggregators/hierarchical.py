@@ -17,6 +17,7 @@ from thinwire.aggregators.checks import (
     feedback_suffix,
     typical_contract,
 )
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import header_nbytes, read_header
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.aggregators.nodes import Nodes, sizes_for
@@ -237,7 +238,7 @@ class Hierarchical(Aggregator):
             for j, block in enumerate(sums):
                 message.decode(own_up, block[header * counts[j] :], accumulate=j > 0)
             for place in own_up.places:
-                message.blocks[place].value.div_(world_size)
+                divide_(message.blocks[place].value, world_size)
             bad = message.encode(own_down, mine)
         else:
             message.hold(own_down)

@@ -424,7 +424,7 @@ class Message:
     def read_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all ranks say, rank 0 first."""
         names, reached, scales = self.layout.names, 0, set[bytes]()
-        for rank, data in enumerate(headers):
+        for rank, data in enumerate(self._on_host(headers)):
             used, nonfinite, scale = read_header(data, len(names))
             reached |= used
             scales.add(scale)
@@ -433,6 +433,12 @@ class Message:
         if len(scales) > 1:
             self.refuse()
 
+    def _on_host(self, headers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return headers where they can be read; those on a device in one copy."""
+        if not headers or headers[0].is_cpu:
+            return headers
+        return torch.stack([data[: self.layout.header_nbytes] for data in headers]).cpu().unbind()
+
     def refuse(self) -> None:
         """Deliver nothing: what ranks sent is in different units."""
         self.scales_differ = True
@@ -440,6 +446,6 @@ class Message:
 
     def read_mean_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all owners say about the mean."""
-        for data in headers:
+        for data in self._on_host(headers):
             _, nonfinite, _ = read_header(data, len(self.layout.names))
             self.nonfinite |= {(MEAN, name) for name in names_in(nonfinite, self.layout.names)}

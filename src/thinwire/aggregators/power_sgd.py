@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import num_flags
 from thinwire.aggregators.message import MEAN, Block, Message, Section
 from thinwire.comm.rounds import AllReduce, Exchange
 from thinwire.compressors import Compressor, Identity, LowRank
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
+from thinwire.kernels import serving_device
 from thinwire.kernels.low_rank import ErrorForm, effective_rank, matrix_shape
 from thinwire.random import SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
@@ -195,7 +197,7 @@ class PowerSGD(Aggregator):
                     matrix.deliver(first, second[0] if second else None, world_size)
                 for place in riding:
                     block = message.blocks[place]
-                    block.value.copy_(_part(first, layout.up[place], block.value.numel())).div_(world_size)
+                    divide_(block.value.copy_(_part(first, layout.up[place], block.value.numel())), world_size)
             message.note_nonfinite_means()
         for buffer in buffers:
             message.near.give(buffer)
@@ -281,10 +283,10 @@ class _Matrix:
     def deliver(self, numbers: Tensor, second: Tensor | None, world_size: int) -> None:
         """Put the mean together, and keep the factor that was summed last."""
         if second is None:
-            last = self.found(numbers).div_(world_size)
+            last = divide_(self.found(numbers), world_size)
             serving_device(last).reconstruct(last.mT, self.known.mT, out=self._value, threads=self._threads)
         else:
-            last = self._back(second).div_(world_size)
+            last = divide_(self._back(second), world_size)
             serving_device(last).reconstruct(self.found(numbers).mT, last.mT, out=self._value, threads=self._threads)
         if self._settings.error == "aggregated":
             self._matrix.sub_(self._value)

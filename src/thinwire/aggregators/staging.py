@@ -38,6 +38,21 @@ class Staging:
             self.device.copy(out[start:stop], near[start:stop])
 
 
+def work_memory(device: Device | None, *, pinned: bool = True) -> tuple[BufferPool, Staging | None]:
+    """Return where messages take buffers from, and the copies they need if that is not where their values lie.
+
+    Args:
+        device: of the values; None is the host.
+        pinned: whether blocks travel from pinned memory, not from the device's own.
+    """
+    if device is None:
+        return BufferPool(), None
+    if not pinned:
+        return BufferPool(device.allocate), None
+    staging = Staging(device)
+    return staging.pinned, staging
+
+
 def joined(spans: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """Return the same bytes as few spans: a copy costs more to queue than a few bytes more take.
 

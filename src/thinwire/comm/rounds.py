@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.wire import FRAME_NBYTES
+from thinwire.errors import ScheduleError
+from thinwire.wire import FRAME_NBYTES, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +151,41 @@ class Transfer:
 
 Exchange = Generator[Transfer, None, None]
 """What an aggregator runs on one rank: yields its rounds in the order of its schedule and resumes when each is done."""
+
+
+def buffers_nbytes(round_: Round, rank: int) -> int:
+    """Return the bytes of the buffers that a rank sends from and receives into in a round."""
+    match round_:
+        case AllToAll(nbytes):
+            return sum(nbytes) + len(nbytes) * nbytes[rank]
+        case AllGather(nbytes):
+            return nbytes[rank] + sum(nbytes)
+        case AllReduce():
+            return round_.numel * round_.dtype.itemsize
+        case SendRecv():
+            return round_.sent_nbytes(rank) + round_.received_nbytes(rank)
+        case Push(nbytes) | Pull(nbytes):
+            return sum(nbytes)
+
+
+def cut(transfer: Transfer, moves: SendRecv, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Cut the moves of a rank out of its buffers: what it sends, by target, and where what arrives goes, by source.
+
+    Raises:
+        ScheduleError: the buffers have another size.
+    """
+    pieces: dict[int, list[Tensor]] = {}
+    sizes = [0] * moves.world_size
+    for source, target, start, stop in moves.moves:
+        if source == rank:
+            pieces.setdefault(target, []).append(transfer.send[start:stop])
+        if target == rank:
+            sizes[source] += stop - start
+    wanted = max((stop for source, _, _, stop in moves.moves if source == rank), default=0), sum(sizes)
+    if transfer.send.nbytes < wanted[0] or transfer.receive.nbytes != wanted[1]:
+        raise ScheduleError(
+            f"expected at least {wanted[0]} bytes to send and {wanted[1]} to receive into, got {transfer.send.nbytes} "
+            f"and {transfer.receive.nbytes}"
+        )
+    sends = {target: parts[0] if len(parts) == 1 else torch.cat(parts) for target, parts in pieces.items()}
+    return sends, split(transfer.receive, sizes)

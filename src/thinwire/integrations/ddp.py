@@ -63,13 +63,14 @@ def make_link(
     if scaler is not None and not getattr(scaler, "is_enabled", lambda: True)():
         scaler = None  # a GradScaler(enabled=False) skips nothing
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    params = model.parameters() if isinstance(model, DistributedDataParallel) else ()
+    where = next((param.device for param in params if param.requires_grad), None)
     if workers is None:
         # Beside a device a worker mostly waits, first of all for gradients; others must not wait for it.
-        on_host = not isinstance(model, DistributedDataParallel) or all(p.is_cpu for p in model.parameters())
-        workers = min(4, torch.get_num_threads()) if on_host else DEPTH
+        workers = DEPTH if where is not None and where.type == "cuda" else min(4, torch.get_num_threads())
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
     served = None if servers is None else servers.connect(group, max(1, workers), timeout)
-    driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
+    driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout, device=where)
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)

@@ -17,6 +17,11 @@ class Driver(Protocol):
     """Performs rounds: between ranks, or through parameter servers."""
 
     @property
+    def on_device(self) -> bool:
+        """Whether blocks travel from and to memory of the values' device; else of the host."""
+        ...
+
+    @property
     def control(self) -> dist.ProcessGroup:
         """A group of the same ranks, with CPU tensors, for agreeing before the first exchange."""
         ...

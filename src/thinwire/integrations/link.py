@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition, PushPull, Staging
+from thinwire.aggregators import MEAN, Block, Message, Partition, PushPull, work_memory
 from thinwire.codec import measure_codec
 from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome
@@ -155,8 +155,7 @@ class Link:
         self._unlogged: tuple[int, StepStats] | None = None
         self._device = device  # None: the host itself
         self._where = next(iter(params.values())).device
-        self._staging = None if device is None else Staging(device)
-        self._buffers = BufferPool() if self._staging is None else self._staging.pinned
+        self._buffers, self._staging = work_memory(device, pinned=not driver.on_device)
         if device is not None:
             device.arrival(*self.state.tensors()).synchronize()
         self._buckets: dict[int, _Bucket] = {}
@@ -315,8 +314,7 @@ class Link:
         """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
         self._flush_loggers()
         self._driver.close()
-        if self._device is not None:
-            self._device.mark().synchronize()
+        self._wait_for_device()
 
     # --- the hook ---------------------------------------------------------------------------------------------------
 
@@ -403,6 +401,7 @@ class Link:
                 step_done = step.closed and step.pending == 0
             if step_done:
                 self._end_step(step)
+                self._wait_for_device()  # this future knows nothing of the exchanges' stream
             if mean is not None and step.error is not None:
                 raise step.error
 
@@ -460,6 +459,7 @@ class Link:
         self._close_step()
         if done:
             self._end_step(step)
+            self._wait_for_device()  # no future comes behind it
             if step.error is not None:
                 raise step.error
 
@@ -573,6 +573,10 @@ class Link:
     def _queue(self) -> AbstractContextManager[Any]:
         """What runs inside goes to the exchanges' stream, where there is a device."""
         return contextlib.nullcontext() if self._device is None else self._device.queue()
+
+    def _wait_for_device(self) -> None:
+        if self._device is not None:
+            self._device.mark().synchronize()
 
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import Block, BufferPool, Message, Staging
+from thinwire.aggregators import Block, BufferPool, Message, Staging, work_memory
 from thinwire.comm.device import Cuda, Device, Failure, staged
 from thinwire.comm.process_group import DEPTH, Outcome, OverlappedDriver, common_group
 from thinwire.comm.tracing import title
@@ -19,6 +19,8 @@ from thinwire.integrations.link import unwrap
 from thinwire.integrations.sparse import sum_sparse
 from thinwire.plan import build_plan
 from thinwire.recipes import parse_recipe
+
+_Memory = tuple[Device | None, BufferPool, Staging | None]  # what values lie on, and what blocks travel from
 
 
 class StatelessHook:
@@ -35,24 +37,23 @@ class StatelessHook:
         self._drivers: weakref.WeakKeyDictionary[dist.ProcessGroup, OverlappedDriver] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
-        self._buffers = BufferPool()
-        self._stagings: dict[torch.device, Staging] = {}
+        self._memories: dict[tuple[torch.device, bool], _Memory] = {}
 
     def run(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket over `state`, or over the default group."""
         group = common_group(state)
         driver = self._drivers.get(group)
         if driver is None:
-            workers = 1 if bucket.buffer().is_cpu else DEPTH
-            driver = self._drivers[group] = OverlappedDriver(group, workers=workers)
+            where = bucket.buffer().device
+            workers = 1 if where.type == "cpu" else DEPTH
+            driver = self._drivers[group] = OverlappedDriver(group, workers=workers, device=where)
         # Every pass draws other numbers. Passes of several models count alike on all ranks, as hooks are called alike.
         self._steps[group] = step = self._steps.get(group, -1) + (bucket.index() == 0)
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return sum_sparse(buffer, group)
         plan = self._plan(bucket, buffer, dist.get_world_size(group))
-        staging = self._staging(buffer)
-        buffers, device = (self._buffers, None) if staging is None else (staging.pinned, staging.device)
+        device, buffers, staging = self._memory(buffer.device, on_device=driver.on_device)
         if plan.is_dense:
             messages = [Message(plan.layouts[0], [], driver.rank, flat=buffer, buffers=buffers, staging=staging)]
             work = buffer
@@ -80,12 +81,11 @@ class StatelessHook:
             driver.submit(exchange, message.layout.rounds, message.name).add_done_callback(countdown)
         return raw.then(unwrap)
 
-    def _staging(self, buffer: Tensor) -> Staging | None:
-        if buffer.is_cpu:
-            return None
-        if buffer.device not in self._stagings:
-            self._stagings[buffer.device] = Staging(Cuda(buffer.device))
-        return self._stagings[buffer.device]
+    def _memory(self, where: torch.device, *, on_device: bool) -> _Memory:
+        if (where, on_device) not in self._memories:
+            device = None if where.type == "cpu" else Cuda(where)
+            self._memories[where, on_device] = (device, *work_memory(device, pinned=not on_device))
+        return self._memories[where, on_device]
 
     def _plan(self, bucket: dist.GradBucket, buffer: Tensor, world_size: int) -> BucketPlan:
         parameters = bucket.parameters()

@@ -118,6 +118,8 @@ class ServerDriver:
     Creating one is collective: every rank of `group` must do it.
     """
 
+    on_device = False
+
     def __init__(
         self,
         servers: Servers,
