@@ -173,6 +173,7 @@ def _refusals(rank, world_size):
     _raises(rank, lambda: outer(threads=0), "at least one thread", AttachError)
     _raises(rank, lambda: outer(inner=[]), "got none", AttachError)
     _raises(rank, lambda: outer(inner=[_model()]), "expected a torch optimizer", AttachError)
+    _raises(rank, lambda: outer(inner=5), "expected a torch optimizer, or several, got int", AttachError)
     streaming = thinwire.StreamingDiLoCo
     _raises(rank, lambda: outer(kind=streaming, fragments=5), "1 to sync_every=4", AttachError)
     _raises(rank, lambda: outer(kind=streaming, fragments=2, merge_alpha=1.0), "merge_alpha", AttachError)

@@ -335,6 +335,8 @@ def _post_local(rank, world_size):
         inner.step()
         _step(model, mine, rank, step)
         assert np.abs(_flat(model) - _flat(single)).max() < 1e-5
+        with outer.averaged():
+            assert np.abs(_flat(model) - _flat(single)).max() < 1e-5
         everyone = [None] * world_size
         dist.all_gather_object(everyone, digest(model.parameters()))
         assert len(set(everyone)) == 1

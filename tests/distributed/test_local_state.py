@@ -149,12 +149,12 @@ def test_another_world_size_goes_on_from_theta(ranks, tmp_path):
 # --- a rank that returns ----------------------------------------------------------------------------------------------
 
 
-def _returns(rank, world_size, method, has):
+def _returns(rank, world_size, method, has, recipe):
     """Rank 1 comes back with nothing, or with a checkpoint of a moment before; the others with theirs of step 8."""
     kind, settings = METHODS[method]
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    outer = kind(model, optimizer, "int4", options=ALL, **settings)
+    outer = kind(model, optimizer, recipe, options=ALL, **settings)
     states = {}
     for step in range(1, 9):
         _step(model, optimizer, rank, step)
@@ -163,7 +163,7 @@ def _returns(rank, world_size, method, has):
 
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    outer = kind(model, optimizer, "int4", options=ALL, **settings)
+    outer = kind(model, optimizer, recipe, options=ALL, **settings)
     moment = 8 if rank != 1 else has
     if moment:
         model.load_state_dict(states[moment][0])
@@ -186,9 +186,15 @@ def _returns(rank, world_size, method, has):
     return seen
 
 
-@pytest.mark.parametrize(("method", "has"), [("diloco", None), ("diloco", 4), ("streaming", None), ("streaming", 6)])
-def test_a_rank_that_returns_catches_up(ranks, method, has):
-    results = ranks(3).run(_returns, method, has)
+@pytest.mark.parametrize(
+    ("method", "has", "recipe"),
+    [
+        *(("diloco", None, "int4"), ("diloco", 4, "int4"), ("streaming", None, "int4"), ("streaming", 6, "int4")),
+        *(("diloco", None, "topk:0.2@ef21"), ("diloco", None, "powersgd:2")),
+    ],
+)
+def test_a_rank_that_returns_catches_up(ranks, method, has, recipe):
+    results = ranks(3).run(_returns, method, has, recipe)
     assert results[0] == results[1] == results[2]
     assert len(set(results[0])) > 2  # exchanges went on
 

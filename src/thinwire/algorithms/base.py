@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from thinwire.aggregators import MANY, MEAN
 from thinwire.algorithms.averager import Averager
 from thinwire.algorithms.outer import OuterSGD
+from thinwire.algorithms.peers import broadcast, furthest, make_equal
+from thinwire.algorithms.planning import plan_differences
 from thinwire.algorithms.rhythm import Rhythm
-from thinwire.algorithms.tracked import Fragments, Tracked, bare, check_groups, cut, local, track, trained_ids
-from thinwire.comm.process_group import OverlappedDriver, all_gather_text, common_group
-from thinwire.errors import AttachError, NonFiniteError, PlanError, ReplicaError, StateError
-from thinwire.feedback import MomentumCorrection
+from thinwire.algorithms.tracked import Fragments, Tracked, bare, check_groups, cut, track, trained_ids
+from thinwire.comm.process_group import OverlappedDriver, common_group
+from thinwire.errors import AttachError, NonFiniteError, StateError
+from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
-from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.topology import Topology, node_sizes
-from thinwire.plan import Plan, build_plan
+from thinwire.plan import Plan
 from thinwire.policy import PlanOptions
-from thinwire.schedule import Phase, Schedule
+from thinwire.schedule import Phase
 
 FORMAT = 1
 
@@ -108,7 +109,7 @@ class LocalMethod:
     ) -> None:
         self.step = 0
         self._alpha = merge_alpha
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._on_nonfinite = settings.get("on_nonfinite", "raise")
         group = common_group(settings.get("process_group"))
         threads, workers = settings.get("threads", 1), settings.get("workers")
@@ -127,7 +128,7 @@ class LocalMethod:
 
         try:
             self.plan = agree(build, self._driver.control, facts)
-            self._make_equal(bare(model), settings.get("replicas", "check"))
+            make_equal(bare(model), self._driver.control, broadcasts=settings.get("replicas") == "broadcast")
         except BaseException:
             self._driver.close()
             raise
@@ -164,8 +165,6 @@ class LocalMethod:
                 raise AttachError(f"{name}: expected {choices[0]!r} or {choices[1]!r}, got {got!r}")
         if settings.get("threads", 1) < 1 or (settings.get("workers") or 1) < 1:
             raise AttachError("expected at least one thread and one worker")
-        if isinstance(recipe, Schedule) or (isinstance(recipe, str) and len(recipe.split()) > 1):
-            raise AttachError(f"expected one recipe, got {recipe!r}: local methods have no schedules")
         if not 0.0 <= self._alpha < 1.0:
             raise AttachError(f"merge_alpha: expected a number in [0, 1), got {self._alpha}")
         check_groups(model, group)
@@ -182,44 +181,7 @@ class LocalMethod:
         options = settings.get("options") or PlanOptions()
         if (nodes := settings.get("nodes")) is not None:
             options = dataclasses.replace(options, node_sizes=node_sizes(nodes, group))
-        # Differences are float32 whatever the parameter is.
-        shapes = {one.name: torch.empty(one.local().shape, device="meta") for one in self._found}
-        params = [(one.name, shapes[one.name]) for one in self._found if one.trained]
-        plan = build_plan(params, recipe, self.world_size, options, all_reduce=False)
-        for param in plan.params:
-            feedback = param.aggregator.feedback
-            if isinstance(feedback, MomentumCorrection) or (feedback is not None and feedback.needs_learning_rate):
-                raise PlanError(
-                    f"{param.info.name}: expected error feedback or none, since outer steps have momentum of their own "
-                    f"(outer_momentum) and a constant rate, got {param.aggregator.recipe()!r}"
-                )
-        buffers = [(one.name, shapes[one.name]) for one in self._found if not one.trained]
-        if not buffers:
-            return plan
-        exact = build_plan(buffers, "dense", self.world_size, options, all_reduce=False)
-        return dataclasses.replace(plan, params=(*plan.params, *exact.params))
-
-    def _make_equal(self, model: nn.Module, replicas: str) -> None:
-        """Compare all parameters and buffers, frozen ones too, with the other ranks', or take rank 0's. Collective."""
-        held = {name: local(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        if replicas == "broadcast":
-            for tensor in held.values():
-                self._broadcast(tensor, 0)
-        elif (difference := ReplicaCheck(held, self._driver.control).difference()) is not None:
-            raise ReplicaError(
-                f"expected the same model on all ranks at the start, got {difference}. Seed alike, or load the same "
-                "weights, before this; or pass replicas='broadcast' to take rank 0's. Load what a checkpoint holds of "
-                "each rank after this"
-            )
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        if not tensor.numel() or self.world_size == 1:
-            return
-        sent = tensor.contiguous().view(-1)
-        bits = sent.view(torch.uint8)  # gloo does not know all dtypes
-        self._driver.control.broadcast(bits, source).wait()
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent.view(tensor.shape))
+        return plan_differences(self._found, recipe, self.world_size, options)
 
     # --- what users call ----------------------------------------------------------------------------------------------
 
@@ -346,7 +308,7 @@ class LocalMethod:
         For all ranks to call after a restart, whether they have loaded a checkpoint or found none, as a new host. Those
         with fewer exchanges than the furthest take its theta, outer momentum and count; their model becomes theta, and
         what they had not sent yet is lost. Their inner optimizer is as it was: if they loaded none, it starts anew.
-        Unless a rank is behind, this costs one small collective.
+        EF21 and PowerSGD then begin anew on all ranks. Unless a rank is behind, this costs one small collective.
 
         Raises:
             StateError: as of `state_dict`.
@@ -355,23 +317,24 @@ class LocalMethod:
         for part in range(len(self._parts)):
             if self._averager.flies(part):
                 self._arrive(part)
-        texts = all_gather_text(f"{self._averager.state.step} {self.step}", self._driver.control)
-        counts = [tuple(map(int, text.split())) for text in texts]
-        furthest = max(exchanges for exchanges, _ in counts)
-        if min(exchanges for exchanges, _ in counts) == furthest:
+        found = furthest([self._averager.state.step, self.step], self._driver.control)
+        if found is None:
             return False
-        source = next(rank for rank, (exchanges, _) in enumerate(counts) if exchanges == furthest)
-        behind = counts[self.rank][0] < furthest
-        for held in (self._theta, self._velocity, self._averager.values):
-            for tensor in held.values():
-                self._broadcast(tensor if behind or self.rank == source else tensor.clone(), source)
+        source, counts = found
+        behind = self._averager.state.step < counts[0]
         marks = torch.tensor([(begun, self._arrived.get(p, -1)) for p, begun in enumerate(self._begun_at)])
-        self._broadcast(marks, source)
+        held = (*self._theta.values(), *self._velocity.values(), *self._averager.values.values(), marks)
+        for tensor in held:
+            # Ranks that are as far keep what they have: their own models belong to it.
+            broadcast(tensor if behind or self.rank == source else tensor.clone(), source, self._driver.control)
+        state = self._averager.state
+        for slot, kept in (*state.whole.items(), *state.owned.items()):
+            # What is no residual (EF21's estimates, PowerSGD's factors) must fit that of other ranks: all begin anew.
+            if behind or slot not in (Slot.WORKER, Slot.OWNER):
+                for tensor in kept.values():
+                    tensor.zero_()
         if behind:
-            state = self._averager.state
-            for tensor in (t for kept in (*state.whole.values(), *state.owned.values()) for t in kept.values()):
-                tensor.zero_()
-            state.step, self.step = counts[source]
+            state.step, self.step = counts
             self._begun_at = [int(begun) for begun, _ in marks]
             self._arrived = {p: bool(good) for p, (_, good) in enumerate(marks.tolist()) if good >= 0}
             for one in self._found:

@@ -1,6 +1,8 @@
 """Post-local SGD: gradients averaged in every step at first, local SGD afterwards."""
 
 import functools
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -105,7 +107,12 @@ class PostLocalSGD(LocalMethod):
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         super()._stepped(optimizer, args, kwargs)
-        if self.step != self.rhythm.start_after:
+        if self.step > self.rhythm.start_after:
+            return
+        for one in self._found:
+            if one.trained:  # of buffers each rank has its own
+                self._theta[one.name].copy_(one.local())
+        if self.step < self.rhythm.start_after:
             return
         params = {one.name: one.local() for one in self._found if one.trained}
         if (difference := ReplicaCheck(params, self._driver.control).difference()) is not None:
@@ -113,9 +120,15 @@ class PostLocalSGD(LocalMethod):
                 f"expected the same parameters on all ranks after {self.step} steps on mean gradients, got "
                 f"{difference}: the optimizers have other settings or states, or a rank skipped a step"
             )
-        for one in self._found:
-            if one.trained:  # of buffers each rank has its own
-                self._theta[one.name].copy_(one.local())
+
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        """Do as `LocalMethod.averaged`; in the first phase the model is what it is, with this rank's buffers."""
+        if self.step <= self.rhythm.start_after:
+            yield
+            return
+        with super().averaged():
+            yield
 
     def _check_running(self) -> None:
         super()._check_running()
