@@ -95,12 +95,17 @@ def attach(
     if (local := split_local(method)) is not None:
         return _attach_local(local, model, optimizer)
     import thinwire
+    from thinwire.bench.servers import host_nbytes, split_method, start_servers
 
     if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             group["momentum"] = 0.0  # the method applies it
-    link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
-    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
+    per_host, recipe = split_method(method)
+    servers = start_servers(per_host) if per_host else None
+    link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after)
+    rank = dist.get_rank()
+    planned = host_nbytes(link.plan, rank, per_host) if per_host else link.plan.sent_nbytes(rank)
+    return Attached(planned, link.codec_seconds, link, link.phases.plans[-1][0])
 
 
 def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> Attached:

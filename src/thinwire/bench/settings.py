@@ -115,6 +115,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     for name in methods:
         if _BASELINE.fullmatch(name):
             continue
+        from thinwire.bench.servers import split_method
         from thinwire.recipes import recipe_names
         from thinwire.schedule import parse_schedule
 
@@ -122,12 +123,12 @@ def parse_methods(text: str) -> tuple[str, ...]:
             if (local := split_local(name)) is not None:
                 _check_local(local)
             else:
-                parse_schedule(name)
+                parse_schedule(split_method(name)[1])
         except (RecipeError, AttachError) as error:
             raise ValueError(
                 f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, "
                 "localsgd:H:RECIPE, diloco:H:RECIPE, streaming:H:FRAGMENTS:OVERLAP:RECIPE, and thinwire's recipes "
-                f"{', '.join(recipe_names())}"
+                f"{', '.join(recipe_names())}, also after 'servers:N/'"
             ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")

@@ -42,6 +42,11 @@ class Driver(Protocol):
 class ServedDriver(Driver, Protocol):
     """Performs rounds through parameter servers, which keep what owners keep."""
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the run, if something has."""
+        ...
+
     def open(self, plan: Sequence[str]) -> None:
         """Connect, and let servers compare the plans of all workers. Raises what they find."""
         ...

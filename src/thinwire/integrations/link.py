@@ -210,8 +210,11 @@ class Link:
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
+            ServerError: servers did not say what they owe. Asked again, the state comes without.
         """
-        if self._failed is not None and self._served is not None:
+        lost = self._served is not None and (self._failed is not None or self._served.error is not None)
+        if lost:
+            logging.getLogger("thinwire").warning("the run has failed: the state has nothing of what servers owed")
             self._recover()
         elif self._failed is not None or self._step is not None:
             what = "a backward pass did not come to its end" if self._failed is None else "an exchange failed"
@@ -220,7 +223,7 @@ class Link:
             ) from self._failed
         state = self.state.state_dict()
         if self._served is not None:
-            state[Slot.OWNER] = {} if self._failed is not None else self._read_servers(self._served)
+            state[Slot.OWNER] = {} if lost else self._read_servers(self._served)
         allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
         return {**state, **allocation}
 

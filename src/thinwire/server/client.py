@@ -271,6 +271,11 @@ class ServerDriver:
         self._lane.close(None if self._error is None else LEAVE_S)
 
     @property
+    def error(self) -> BaseException | None:
+        """What ended the run, if something has."""
+        return self._error
+
+    @property
     def refused(self) -> dict[str, int]:
         """Frames of servers that were not taken, by reason."""
         return {} if self._channel is None else dict(self._channel.refused)
