@@ -87,9 +87,11 @@ def attach(
         return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
     import thinwire
 
-    if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
             group["momentum"] = 0.0  # the method applies it
+        if "@nag" in method and isinstance(optimizer, thinwire.optim.NAG):
+            group["worker_momentum"] = True  # likewise, but for that of weight decay
     link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
     return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
 
