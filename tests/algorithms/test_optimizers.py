@@ -200,6 +200,18 @@ def test_resume_is_bit_for_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LANS", "LAMB", "NAG"])
+def test_a_copy_goes_on_as_the_original(kind: str) -> None:
+    """Pickling, too: all that counts is in the groups and the state."""
+    params = weights()
+    optimizer = MADE[kind](params.values(), lr=0.01)
+    train(optimizer, params, range(3))
+    copied, others = copy.deepcopy((optimizer, params))
+    train(optimizer, params, range(3, 6))
+    train(copied, others, range(3, 6))
+    assert bits(others.values()) == bits(params.values())
+
+
+@pytest.mark.parametrize("kind", ["LANS", "LAMB", "NAG"])
 def test_learning_rates_follow_a_scheduler_and_may_be_tensors(kind: str) -> None:
     ends = []
     for lr in (0.1, torch.tensor(0.1)):

@@ -51,6 +51,27 @@ def test_baselines_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("loopback")
+def test_momentum_of_workers_and_a_learning_rate_that_falls_to_0():
+    settings = Settings(
+        workload="digits",
+        methods=("ddp", "fp16@nag"),
+        nodes=2,
+        steps=4,
+        optimizer="nag",
+        learning_rate=0.1,
+        decay="linear",
+    )
+    document = engine.run_benchmark(settings, lambda event: None)
+    ddp, ours = document["runs"]
+    assert document["conditions"]["optimizer"] == "NAG, momentum 0.9, weight decay 0.0001, learning rate 0.1"
+    assert document["conditions"]["learning_rate_decay"] == "linear"
+    # Nesterov's SGD on either side, but for 16 bits on the wire.
+    assert ours["curve"]["loss"] == pytest.approx(ddp["curve"]["loss"], rel=0.01)
+    assert ours["curve"]["loss"] != ddp["curve"]["loss"]
+    assert ours["bit_identical"]
+
+
+@pytest.mark.usefixtures("loopback")
 def test_a_time_budget_ends_a_replay_on_all_ranks():
     events: list[str] = []
     settings = Settings(workload="replay:resnet50/8", methods=("ddp",), nodes=2, seconds=1.0, compute_s=0.05)
@@ -129,9 +150,15 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_a_replay_has_no_optimizer(capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "--workload", "replay:vgg16/8", "--optimizer", "sgd"]) == 1
-    assert "a replay trains nothing" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [["--optimizer", "sgd"], ["--lr", "0.1"]])
+def test_a_replay_has_no_optimizer(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--workload", "replay:vgg16/8", *arguments]) == 1
+    assert f"{arguments[0]}: a replay trains nothing" in capsys.readouterr().err
+
+
+def test_a_decay_needs_a_number_of_steps(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--workload", "digits", "--decay", "linear"]) == 1
+    assert "--decay: the learning rate falls over a number of steps; give it with --steps" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from thinwire.bench.settings import OPTIMIZERS
 from thinwire.bench.workloads.digits import DigitsWorkload
 from thinwire.bench.workloads.gpt import CONTEXT, Gpt, GptWorkload, standard_library_text
 
@@ -35,6 +36,16 @@ def test_digits_learns():
     assert answers == 360
     assert correct / answers > 0.7
     assert loss / answers < 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_optimizer_learns_the_digits_and_says_its_rate(name: str):
+    workload = DigitsWorkload(0, 1)
+    workload.optimizer_name = name
+    workload.learning_rate = 0.5 * workload.learning_rates[name]
+    assert workload.describe_optimizer().endswith(f"learning rate {workload.learning_rate:g}")
+    loss, _, answers = workload.evaluate(train(workload, 45))
+    assert loss / answers < 2.0  # ln 10 = 2.3 is the loss of not knowing
 
 
 def test_ranks_share_out_the_held_out_data():

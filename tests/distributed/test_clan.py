@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Ledger, Tower, batch, digest, loss, seeded
 
 import thinwire
-from thinwire.errors import AttachError, RecipeError
+from thinwire.errors import AttachError, OptimizerError, RecipeError
 from thinwire.optim import LANS, no_decay_groups
 
 SMALL = dataclasses.replace(thinwire.CLAN_OPTIONS, min_nbytes=0, partition_numel=301)  # uneven partitions
@@ -92,6 +93,8 @@ def _refused(rank, world_size):
     model = DDP(seeded(Tower))
     with pytest.raises(AttachError, match=r"CLAN trains with LANS: expected a thinwire.optim.LANS, got AdamW"):
         thinwire.clan(model, "topk", optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(OptimizerError, match=r"LANS: expected whole parameters, got a DTensor for .*over shards"):
+        _lans(fully_shard(seeded(Tower)))
     with pytest.raises(RecipeError, match=r"plain error feedback, or none, got 'topk:0.001@nag'"):
         thinwire.clan(model, {"*": "topk:0.001@nag"})
     link = thinwire.clan(model, {"*.bias": "dense", "*": "topk"}, options=SMALL)

@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from thinwire.algorithms.parameters import check_gradients, check_group
 
@@ -38,10 +37,6 @@ class BlockwiseAdam(torch.optim.Optimizer, ABC):
     time. The numbers are the same, on a CPU to the bit; all at once needs fewer launches, and three more copies of the
     group's parameters while it runs.
     """
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, foreach: bool | None) -> None:
-        self.foreach = foreach
-        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Raises `OptimizerError` for settings out of range and for parameters that it cannot update."""
@@ -76,7 +71,9 @@ class BlockwiseAdam(torch.optim.Optimizer, ABC):
         gathered = [(group, self._gather(group)) for group in self.param_groups]
         self._begin([g for _, blocks in gathered for g in blocks.g])
         for group, blocks in gathered:
-            for some in [blocks] if self._together(blocks) else _one_by_one(blocks):
+            if not blocks.x:
+                continue
+            for some in [blocks] if _together(blocks, group) else _one_by_one(blocks):
                 self._update(some, group)
         return loss
 
@@ -98,17 +95,16 @@ class BlockwiseAdam(torch.optim.Optimizer, ABC):
             blocks.steps.append(float(state["step"]))
         return blocks
 
-    def _together(self, blocks: Blocks) -> bool:
-        if not blocks.x:
-            return True
-        return all(x.is_cuda for x in blocks.x) if self.foreach is None else self.foreach
-
     def _begin(self, grads: list[Tensor]) -> None:
         """Look at the gradients of all groups, before any is used."""
 
     @abstractmethod
     def _update(self, blocks: Blocks, group: dict[str, Any]) -> None:
         """Bring moments and weights of these blocks up to date."""
+
+
+def _together(blocks: Blocks, group: dict[str, Any]) -> bool:
+    return all(x.is_cuda for x in blocks.x) if group["foreach"] is None else group["foreach"]
 
 
 def _one_by_one(blocks: Blocks) -> list[Blocks]:

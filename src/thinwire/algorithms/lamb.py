@@ -85,8 +85,9 @@ class LAMB(BlockwiseAdam):
             "grad_averaging": grad_averaging,
             "bias_correction": bias_correction,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "foreach": foreach,
         }
-        super().__init__(params, defaults, foreach=foreach)
+        super().__init__(params, defaults)
 
     def _begin(self, grads: list[Tensor]) -> None:
         self._global_norm = None
@@ -94,8 +95,6 @@ class LAMB(BlockwiseAdam):
             (self._global_norm,) = norms([torch.stack([one.to(grads[0]) for one in norms(grads)])])
 
     def _update(self, blocks: Blocks, group: dict[str, Any]) -> None:
-        if not blocks.x:
-            return
         x, g = blocks.x, blocks.g
         decay = group["weight_decay"]
         if group["max_grad_norm"] is not None:

@@ -82,12 +82,11 @@ class LANS(BlockwiseAdam):
             "grad_averaging": grad_averaging,
             "bias_correction": bias_correction,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "foreach": foreach,
         }
-        super().__init__(params, defaults, foreach=foreach)
+        super().__init__(params, defaults)
 
     def _update(self, blocks: Blocks, group: dict[str, Any]) -> None:
-        if not blocks.x:
-            return
         x, g = blocks.x, blocks.g
         decay = group["weight_decay"]
         if group["normalize_grad"]:

@@ -97,9 +97,11 @@ def attach(
     import thinwire
     from thinwire.bench.servers import host_nbytes, split_method, start_servers
 
-    if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
             group["momentum"] = 0.0  # the method applies it
+        if "@nag" in method and isinstance(optimizer, thinwire.optim.NAG):
+            group["worker_momentum"] = True  # likewise, but for that of weight decay
     per_host, recipe = split_method(method)
     servers = start_servers(per_host) if per_host else None
     link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after)

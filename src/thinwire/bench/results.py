@@ -55,6 +55,7 @@ def make_document(
         "latency_s": latency_s if emulated else None,
         "congestion_control": network["congestion_control"],
         "measured_rate_bps": rate * 8 if emulated else None,
+        "learning_rate_decay": settings.decay,
         "seconds_per_method": None if settings.steps is not None else settings.seconds,
         "threads_per_rank": 1,
         **_host(),

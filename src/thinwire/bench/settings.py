@@ -4,6 +4,7 @@ import dataclasses as dc
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 from thinwire.errors import AttachError, RecipeError
 from thinwire.shapes import MODELS, model_layers
@@ -12,6 +13,8 @@ BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 """PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
 
 DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
+
+OPTIMIZERS = ("adamw", "sgd", "nag", "lans", "lamb")
 
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
 _BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
@@ -34,7 +37,11 @@ class Settings:
         seeds: repeat everything for seeds 0 to ``seeds`` - 1.
         bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
         start_after: steps that thinwire's recipes first exchange dense.
-        optimizer: of the workload, ``adamw`` or ``sgd`` (with momentum, which ``@dgc`` recipes apply themselves).
+        optimizer: of the workload, one of `OPTIMIZERS`; ``sgd`` and ``nag`` are with momentum, which ``@dgc`` and
+            ``@nag`` recipes apply themselves.
+        learning_rate: of the optimizer; None takes the workload's.
+        decay: ``linear`` or ``cosine``: the learning rate warms up for a tenth of ``steps``, then falls to 0; None
+            leaves it as it is.
         compute_s: of forward plus backward in a replay; None takes the model's default.
         trace: whether ranks trace one more step with each method of the first seed, beside these settings.
     """
@@ -50,6 +57,8 @@ class Settings:
     bucket_cap_mb: float | None = None
     start_after: int = 0
     optimizer: str = "adamw"
+    learning_rate: float | None = None
+    decay: Literal["linear", "cosine"] | None = None
     compute_s: float | None = None
     trace: bool = False
 

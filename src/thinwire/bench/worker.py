@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from thinwire.bench import measure, methods
 from thinwire.bench.settings import Settings
@@ -23,6 +24,7 @@ from thinwire.bench.workloads import Workload, make_workload
 from thinwire.comm.tracing import trace
 from thinwire.kernels import backend
 from thinwire.lab.units import parse_rate
+from thinwire.optim import WarmUp
 
 COMPUTE_STEPS = 5
 MIN_STEPS = measure.WARM_UP_STEPS + 2
@@ -46,6 +48,7 @@ class Training:
         self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb, parse_rate(settings.rate))
         self.model = wrap(workload, seed, self.bucket_cap_mb)
         self.optimizer = workload.optimizer(self.model.parameters())
+        self.scheduler = schedule(settings, self.optimizer)
         self.attached = methods.attach(method, self.model, self.optimizer, settings.start_after)
         self.trace_file = trace_file
         self.interface = measure.Interface()
@@ -68,6 +71,8 @@ class Training:
         start = time.perf_counter()
         loss = measure.timed_step(self.model, self.workload, self.optimizer)[0]
         self.step_s.append(time.perf_counter() - start)
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.losses.append(loss)
         after = self.interface.sent_nbytes()
         if before is not None and after is not None:
@@ -191,6 +196,14 @@ class Training:
             return None, None
         loss, correct, answers = measure.mean_over_ranks(share)
         return correct / answers, loss / answers
+
+
+def schedule(settings: Settings, optimizer: torch.optim.Optimizer | None) -> LRScheduler | None:
+    """What changes the learning rate after every step; None where nothing does."""
+    if settings.decay is None or settings.steps is None or optimizer is None:
+        return None
+    rate = WarmUp(total=settings.steps, warm_up=settings.steps // 10, decay=settings.decay)
+    return LambdaLR(optimizer, rate)
 
 
 def wrap(workload: Workload, seed: int, bucket_cap_mb: float) -> DistributedDataParallel:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload, split_local
+from thinwire.bench.settings import DEMO_METHODS, OPTIMIZERS, Settings, parse_methods, parse_workload, split_local
 from thinwire.errors import ThinwireError
 from thinwire.lab.units import MAX_NODES
 
@@ -50,9 +50,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--optimizer",
-        choices=("adamw", "sgd"),
+        choices=OPTIMIZERS,
         default="adamw",
-        help="sgd is with momentum; @dgc recipes need it and apply it themselves (default: adamw)",
+        help=(
+            "sgd and nag are with momentum: @dgc recipes need sgd, @nag recipes nag, and apply it themselves "
+            "(default: adamw)"
+        ),
+    )
+    parser.add_argument("--lr", type=positive, help="learning rate (default: the workload's for the optimizer)")
+    parser.add_argument(
+        "--decay",
+        choices=("linear", "cosine"),
+        help="with --steps: warm the learning rate up for a tenth of them, then let it fall to 0 (default: constant)",
     )
     parser.add_argument("--compute", type=positive, help="seconds of forward plus backward in a replay")
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
@@ -78,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
         from thinwire.cli.bench_server import run_server
 
         return run_server(args.recipes.split(","), args.workers, int(args.mb * (1 << 20)), args.json)
-    if args.workload.startswith("replay:") and args.optimizer != "adamw":
-        raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
+    if args.workload.startswith("replay:") and (args.optimizer != "adamw" or args.lr is not None):
+        option = "--lr" if args.optimizer == "adamw" else "--optimizer"
+        raise ThinwireError(f"{option}: a replay trains nothing and has no optimizer; leave it out")
+    if args.decay is not None and args.steps is None:
+        raise ThinwireError("--decay: the learning rate falls over a number of steps; give it with --steps")
     local = {method: name.sync_every for method in args.methods if (name := split_local(method)) is not None}
     if local and args.workload.startswith("replay:"):
         raise ThinwireError(f"--methods: {next(iter(local))} exchanges what an optimizer changed; a replay has none")
@@ -100,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         bucket_cap_mb=args.bucket_cap_mb,
         start_after=args.start_after,
         optimizer=args.optimizer,
+        learning_rate=args.lr,
+        decay=args.decay,
         compute_s=args.compute,
         trace=args.trace is not None,
     )

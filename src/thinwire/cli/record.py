@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from thinwire.bench.settings import OPTIMIZERS
 from thinwire.cli.bench import argument, positive_int
 from thinwire.cli.output import check_outputs
 
@@ -28,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=positive_int, default=4, help="shards of the data (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches (default: 0)")
     parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd is with momentum (default: adamw)"
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="sgd and nag are with momentum (default: adamw)"
     )
     return parser
 

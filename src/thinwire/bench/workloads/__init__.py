@@ -9,7 +9,7 @@ __all__ = ["Workload", "make_workload"]
 def make_workload(settings: Settings, rank: int, world_size: int) -> Workload:
     """Build this rank's side of the workload that ``settings`` names."""
     workload = _make(settings, rank, world_size)
-    workload.optimizer_name = settings.optimizer
+    workload.optimizer_name, workload.learning_rate = settings.optimizer, settings.learning_rate
     return workload
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-MOMENTUM = 0.9  # of sgd
+from thinwire.optim import LAMB, LANS, NAG
+
+MOMENTUM = 0.9  # of sgd and nag
+NAG_DECAY = 1e-4  # weight decay that CLAN's image models are trained with
 
 
 class Workload(ABC):
@@ -20,6 +23,9 @@ class Workload(ABC):
 
     optimizer_name = "adamw"
 
+    learning_rate: float | None = None
+    """Instead of that of the optimizer's name."""
+
     init_sync = True
     """Whether DDP should copy rank 0's parameters to the others at the start."""
 
@@ -28,18 +34,35 @@ class Workload(ABC):
         """A fresh model, the same on every rank for one seed."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """A fresh optimizer, with torch's defaults but for learning rate and momentum; None where nothing learns."""
+        """A fresh optimizer, with defaults but for what `describe_optimizer` says; None where nothing learns."""
         if not self.learning_rates:
             return None
-        lr = self.learning_rates[self.optimizer_name]
-        if self.optimizer_name == "sgd":
-            return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
-        return torch.optim.AdamW(parameters, lr=lr)
+        match self.optimizer_name:
+            case "sgd":
+                return torch.optim.SGD(parameters, lr=self._rate, momentum=MOMENTUM)
+            case "nag":
+                return NAG(parameters, lr=self._rate, momentum=MOMENTUM, weight_decay=NAG_DECAY)
+            case "lans":
+                return LANS(parameters, lr=self._rate, normalize_grad=False)
+            case "lamb":
+                return LAMB(parameters, lr=self._rate)
+            case _:
+                return torch.optim.AdamW(parameters, lr=self._rate)
 
     def describe_optimizer(self) -> str:
         """Name and settings, for the results' conditions."""
-        name = f"SGD, momentum {MOMENTUM}" if self.optimizer_name == "sgd" else "AdamW"
-        return f"{name}, learning rate {self.learning_rates[self.optimizer_name]:g}"
+        names = {
+            "adamw": "AdamW",
+            "sgd": f"SGD, momentum {MOMENTUM}",
+            "nag": f"NAG, momentum {MOMENTUM}, weight decay {NAG_DECAY:g}",
+            "lans": "LANS, gradients not normalised",
+            "lamb": "LAMB",
+        }
+        return f"{names[self.optimizer_name]}, learning rate {self._rate:g}"
+
+    @property
+    def _rate(self) -> float:
+        return self.learning_rates[self.optimizer_name] if self.learning_rate is None else self.learning_rate
 
     @abstractmethod
     def start(self, seed: int) -> None:

@@ -46,7 +46,7 @@ def resnet() -> nn.Sequential:
 class DigitsWorkload(Workload):
     """Classify digits: batches of 16 per rank, 360 images held out."""
 
-    learning_rates: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.05}
+    learning_rates: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.05, "nag": 0.05, "lans": 0.01, "lamb": 0.01}
 
     def __init__(self, rank: int, world_size: int):
         try:

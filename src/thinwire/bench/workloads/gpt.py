@@ -69,7 +69,7 @@ def standard_library_text() -> bytes:
 class GptWorkload(Workload):
     """Next-byte prediction: batches of 4 windows of 128 bytes per rank, the last 5 % held out."""
 
-    learning_rates: Mapping[str, float] = {"adamw": 1e-3, "sgd": 0.1}
+    learning_rates: Mapping[str, float] = {"adamw": 1e-3, "sgd": 0.1, "nag": 0.1, "lans": 0.01, "lamb": 0.01}
 
     def __init__(self, rank: int, world_size: int):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
