@@ -1,6 +1,10 @@
 """thinwire: PyTorch training that sends less over slow networks."""
 
 from thinwire import hooks as hooks
+from thinwire.advisor.probe import profile as profile
+from thinwire.advisor.profile import Profile as Profile
+from thinwire.advisor.profile import read_profile as read_profile
+from thinwire.advisor.profile import write_profile as write_profile
 from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather

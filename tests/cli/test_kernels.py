@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from thinwire import kernels
-from thinwire.bench.kernels import NUM_SMALL, OPS, PARTITION_NUMEL, Blocks, reference_kernels
+from thinwire.advisor.blocks import PARTITION_NUMEL, Blocks
+from thinwire.bench.kernels import NUM_SMALL, OPS, reference_kernels
 from thinwire.catalogue import FULL_PARTITION, catalogue
 from thinwire.cli import main
 from thinwire.cli.kernels import parse_nbytes

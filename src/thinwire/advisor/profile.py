@@ -3,6 +3,7 @@
 Seconds, bytes and plain numbers only. Rates are bytes of payload per second.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,6 +163,11 @@ class TimedParameter:
     def spec(self) -> BlockSpec:
         """Shape and dtype."""
         return BlockSpec(shape=self.shape, dtype=getattr(torch, self.dtype))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.advisor.blocks import best_s
 from thinwire.aggregators import Aggregator, Dense
-from thinwire.bench.kernels import best_s
 from thinwire.bench.lock_step import LockStep
 from thinwire.bench.recording import Recording
 from thinwire.bench.results import machine

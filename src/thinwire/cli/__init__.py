@@ -8,7 +8,19 @@ import argparse
 import importlib
 import sys
 
-COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "reproduce", "selfcheck")
+COMMANDS = (
+    "demo",
+    "bench",
+    "lab",
+    "compressors",
+    "kernels",
+    "record",
+    "replay",
+    "selfcheck",
+    "probe",
+    "whatif",
+    "reproduce",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -223,6 +223,21 @@ class Meeting:
         return f"rank {self._ranks[place]}"
 
 
+def check_reachable(store: dist.Store, ranks: list[int], rank: int, timeout_s: float) -> None:
+    """Return once every rank has reached every other. Every rank must call.
+
+    Args:
+        store: a rendezvous store; a part of it is used.
+        ranks: global ranks of the group, for messages.
+        rank: this rank's place in it.
+        timeout_s: for all to come.
+
+    Raises:
+        AttachError: a rank did not come in time, or cannot be reached; the message names it and its address.
+    """
+    close_all([*Meeting(dist.PrefixStore("reach", store), ranks, rank, timeout_s, "reach").connect().values()])
+
+
 def close_all(sockets: list[socket.socket]) -> None:
     """Close each."""
     for each in sockets:

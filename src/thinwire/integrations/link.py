@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
+from thinwire.codec import measure_codec
 from thinwire.comm.process_group import Outcome, OverlappedDriver
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
-from thinwire.integrations.codec import measure_codec
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
