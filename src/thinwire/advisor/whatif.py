@@ -227,12 +227,12 @@ def _codec(ask: _Question, between: LinkClass) -> Sweep:
                 + trade_off_s(computation.backward_s, codec_s, nbytes, comm, faster=k, larger=larger)
                 for k in faster
             ]
-            curves.append(Curve(label=f"{larger:g}k times the bytes", x=tuple(faster), y=tuple(seconds)))
+            curves.append(Curve(label=f"l = {larger:g}", x=tuple(faster), y=tuple(seconds)))
         base = ask.seconds(BASELINE, between)
         curves.append(Curve(label="DDP, 16 bits", x=tuple(faster), y=(base,) * len(faster)))
     return Sweep(
         name="codec",
-        title=f"A codec k times as fast as {chosen}'s, for more bytes",
+        title=f"A codec k times as fast as {chosen}'s, for l k times the bytes",
         x_name="k, times as fast",
         y_name="seconds of a step",
         curves=tuple(curves),
