@@ -3,7 +3,7 @@
 import base64
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,11 @@ def make_page(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
         ),
         f"<footer>{html.escape(network_line(conditions))} Numbers: results.json.</footer>",
     ]
+    return page(title, body)
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """Return a page that needs nothing else, in the reports' style."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

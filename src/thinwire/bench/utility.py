@@ -9,11 +9,12 @@ import dataclasses as dc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from thinwire.advisor.profile import Cluster, Computation, Kernels, KernelSpeed, LinkClass, Profile, TimedParameter
+from thinwire.advisor.known import known_computation
+from thinwire.advisor.profile import Cluster, Kernels, KernelSpeed, LinkClass, Profile
 from thinwire.advisor.simulate import AFTER_BACKWARD, ONE_STREAM, Exchanged, simulate
 from thinwire.plan import build_plan
 from thinwire.policy import PlanOptions
-from thinwire.shapes import BACKWARD_SHARE, TIMELINES, deadlines, model_layers, num_parameters
+from thinwire.shapes import BACKWARD_SHARE, TIMELINES, model_layers, num_parameters
 
 SCHEMA = 1
 PAPER = (
@@ -59,7 +60,7 @@ SOURCES = {
     "gamma": "backward is 1.04 to 1.1 times as long while an exchange runs, in the paper: 1.07 for the baseline",
     "alpha": "10 microseconds a message, of a data centre",
     "cast": "6 bytes of memory traffic per value at the 900 GB/s of a V100's data sheet",
-    "buckets": "DDP's for baselines: 25 MiB, the first 1 MiB; methods compress the whole model once, after backward",
+    "buckets": "DDP's for the baselines: 25 MiB, the first 1 MiB; methods compress the whole model, after backward",
     "rates": (
         "10 Gbit/s as between p3.8xlarge instances, 25 Gbit/s as between p3.16xlarge ones; a ring of all GPUs has it"
     ),
@@ -110,7 +111,7 @@ def study(
         step = simulate(
             exchanges[key], profile, driving=ONE_STREAM if recipe in ("dense", BASELINE) else AFTER_BACKWARD
         )
-        return step.step_s - profile.computation.forward_s
+        return step.step_s
 
     rows: list[dict[str, Any]] = []
     for setup in setups() if chosen is None else chosen:
@@ -170,21 +171,16 @@ def _backward_s(model: str, batch: int) -> float:
 
 
 def _profile(setup: Setup, recipe: str) -> Profile:
-    layers = model_layers(setup.model)
-    slowed = GAMMA if recipe.startswith("dense") else 1.0
+    slowed = GAMMA if recipe in ("dense", BASELINE) else 1.0
     backward_s = slowed * _backward_s(setup.model, setup.batch)
-    parameters = tuple(
-        TimedParameter(name=name, shape=shape, ready_s=min(due, backward_s))
-        for layer, due in zip(layers, deadlines(layers, backward_s), strict=True)
-        for name, shape in layer.parameters
-    )
+    computation, _ = known_computation(setup.model, backward_s=backward_s, forward_s=0.0)
     return Profile(
         cluster=Cluster(
             hosts=setup.num_gpus,
             ranks_per_host=1,
             between=LinkClass(alpha_s=ALPHA_S, beta=setup.rate_gbit * 1e9 / 8),
         ),
-        computation=Computation(forward_s=0.0, backward_s=backward_s, optimizer_s=0.0, parameters=parameters),
+        computation=computation,
         kernels=Kernels(cores=1, ranks_per_machine=1, speeds=_speeds()),
     )
 
