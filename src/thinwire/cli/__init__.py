@@ -8,7 +8,7 @@ import argparse
 import importlib
 import sys
 
-COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "selfcheck", "probe")
+COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "selfcheck", "probe", "advise")
 
 
 def main(argv: list[str] | None = None) -> int:
