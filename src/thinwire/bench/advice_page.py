@@ -15,7 +15,7 @@ from thinwire.bench.report import CSS
 
 FACTORS = tuple(2.0**exponent for exponent in range(-5, 6))
 _GREYS = ("#1f2328", "#7d8590", "#b08800")
-_COLOURS = ("#0969da", "#1a9f77", "#d1495b", "#8250df", "#e0812b", "#17a2b8", "#57606a")
+_COLOURS = ("#0969da", "#1a9f77", "#d1495b", "#8250df", "#e0812b", "#17a2b8", "#bf3989")
 
 
 def write_page(report: Report, profile: Profile, path: Path) -> None:

@@ -59,6 +59,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write what every rank does in one step, for https://ui.perfetto.dev; FILE-METHOD for several methods",
     )
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
+    from thinwire.cli import validate  # takes its arguments' types from here
+
+    validate.add_parser(parser.add_subparsers(metavar="validate"))
     return parser
 
 
