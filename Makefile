@@ -3,9 +3,11 @@
 #   PYTHON=...   the interpreter to make .venv from (3.11 or newer)
 #   TORCH=...    what pip installs as torch; may hold pip options, e.g. TORCH="torch==2.13.0 --index-url URL"
 #   VENV=...     where the environment goes
+#   GPU_TESTS=...  what `make test-gpu` runs
 
 PYTHON ?= python3
 VENV ?= .venv
+GPU_TESTS ?= tests/distributed
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 SHELL := /bin/bash
@@ -16,7 +18,7 @@ BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
 RUN = $(if $(wildcard $(VENV)/.reference),THINWIRE_KERNELS=reference )
 
-.PHONY: demo test test-full test-triton test-asan test-frameworks lint types layers docs bench-kernels clean help FORCE
+.PHONY: demo test test-full test-triton test-gpu test-asan test-avx2 test-frameworks lint types layers docs bench-kernels clean help FORCE
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/.installed ## install, then train over an emulated slow network with and without compression
@@ -34,9 +36,16 @@ test-full: $(VENV)/.installed ## the core tests again on the reference kernels, 
 test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
 	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -m triton_interpreter tests/kernels
 
+test-gpu: $(VENV)/.installed ## training on a GPU, several ranks on one; TORCH must name a torch for CUDA
+	$(RUN)timeout 600 $(BIN)/pytest -m gpu $(GPU_TESTS)
+
 test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(VENV)/asan/bin/python -m pytest -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
+
+# Machines with AVX-512 never pick the kernels' clones for AVX2.
+test-avx2: $(VENV)/.avx2 ## the compiled kernels for x86-64 without AVX-512
+	$(VENV)/avx2/bin/python -m pytest -p no:cacheprovider tests/kernels/test_native_equals_reference.py tests/kernels/test_vote.py tests/kernels/test_shared.py
 
 test-frameworks: $(VENV)/.frameworks ## the examples for Lightning, Accelerate and Hugging Face's Trainer, with the real packages
 	$(RUN)$(BIN)/pytest -m frameworks tests/test_frameworks.py
@@ -96,11 +105,14 @@ $(VENV)/.frameworks: $(VENV)/.installed
 	$(PIP) install -q -c $(VENV)/constraints.txt --group frameworks
 	@touch $@
 
-$(VENV)/.asan: $(VENV)/.installed $(BUILD) $(wildcard src/thinwire/*.py src/thinwire/*/*.py)
-	$(PYTHON) -m venv --clear --without-pip $(VENV)/asan
+# Environments with kernels built otherwise, which see the packages of the first.
+$(VENV)/.asan: DEFINE = THINWIRE_SANITIZE=ON
+$(VENV)/.avx2: DEFINE = CMAKE_CXX_FLAGS=-march=x86-64-v3 -DTHINWIRE_NO_CLONES
+$(VENV)/.asan $(VENV)/.avx2: $(VENV)/.%: $(VENV)/.installed $(BUILD) $(wildcard src/thinwire/*.py src/thinwire/*/*.py)
+	$(PYTHON) -m venv --clear --without-pip $(VENV)/$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  >"$$($(VENV)/asan/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
-	$(PIP) --python $(VENV)/asan/bin/python install -q --no-deps --config-settings=cmake.define.THINWIRE_SANITIZE=ON .
+	  >"$$($(VENV)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+	$(PIP) --python $(VENV)/$*/bin/python install -q --no-deps "--config-settings=cmake.define.$(DEFINE)" .
 	@touch $@
 
 .PHONY: iproute2

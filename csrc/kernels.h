@@ -33,6 +33,11 @@ struct MinMax {
     bool stochastic;    // encoders only
 };
 
+struct FixedPoint {
+    int bits;           // 2 to 8
+    std::size_t block;  // 0: the whole partition
+};
+
 enum class FloatFormat : int { e4m3 = 0, e5m2 = 1, e3m0 = 2 };
 
 struct BlockCast {
@@ -71,6 +76,9 @@ void decode_natural(const DecodeJob& job, int bits, Scratch& scratch);
 
 bool encode_min_max(const EncodeJob& job, const MinMax& settings, Scratch& scratch);
 void decode_min_max(const DecodeJob& job, const MinMax& settings, Scratch& scratch);
+
+bool encode_fixed_point(const EncodeJob& job, const FixedPoint& settings, Scratch& scratch);
+void decode_fixed_point(const DecodeJob& job, const FixedPoint& settings, Scratch& scratch);
 
 bool encode_block_cast(const EncodeJob& job, const BlockCast& settings, Scratch& scratch);
 void decode_block_cast(const DecodeJob& job, const BlockCast& settings, Scratch& scratch);

@@ -168,6 +168,17 @@ NB_MODULE(_native, m) {
         decode_all(jobs, threads,
                    [=](const DecodeJob& job, Scratch& scratch) { decode_min_max(job, settings, scratch); });
     }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("bagua"), nb::arg("threads"));
+    m.def("encode_fixed_point", [](const nb::bytes& jobs, int bits, std::size_t block, int threads) {
+        const FixedPoint settings{bits, block};
+        return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
+            return encode_fixed_point(job, settings, scratch);
+        });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("threads"));
+    m.def("decode_fixed_point", [](const nb::bytes& jobs, int bits, std::size_t block, int threads) {
+        const FixedPoint settings{bits, block};
+        decode_all(jobs, threads,
+                   [=](const DecodeJob& job, Scratch& scratch) { decode_fixed_point(job, settings, scratch); });
+    }, nb::arg("jobs"), nb::arg("bits"), nb::arg("block"), nb::arg("threads"));
     m.def("encode_block_cast", [](const nb::bytes& jobs, int format, std::size_t block, int threads) {
         const BlockCast settings{FloatFormat{format}, block};
         return encode_all<EncodeJob>(jobs, threads, [=](const EncodeJob& job, Scratch& scratch) {
@@ -213,6 +224,7 @@ NB_MODULE(_native, m) {
         decode_random_k_all(jobs, streams, RandomK{Number{number}, block, period, false}, threads);
     }, nb::arg("jobs"), nb::arg("streams"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("threads"));
     bind_shared(m);
+    bind_low_rank(m);
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),
           nb::arg("receive"), nb::arg("receive_nbytes"), nb::arg("round"), nb::arg("free_nbytes"), nb::arg("piece_nbytes"),
           nb::arg("timeout_ms"), nb::arg("wake"));

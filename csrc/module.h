@@ -18,6 +18,7 @@ template <typename Job> std::vector<Job> unpack(const nb::bytes& packed) {
     return jobs;
 }
 
-void bind_shared(nb::module_& m);  // kinds whose scale is agreed over ranks
+void bind_shared(nb::module_& m);    // kinds whose scale is agreed over ranks
+void bind_low_rank(nb::module_& m);  // thin factors of matrices
 
 }  // namespace thinwire

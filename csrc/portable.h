@@ -8,7 +8,7 @@
 // helpers they call must be TW_INLINE, or they stay at the narrowest width. -ffp-contract=off holds in every clone, so
 // all of them give the same bytes.
 #if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    __GNUC__ >= 12 && !defined(THINWIRE_SANITIZE)
+    __GNUC__ >= 12 && !defined(THINWIRE_SANITIZE) && !defined(THINWIRE_NO_CLONES)
 #define TW_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define TW_HAS_CLONES
 #else

@@ -74,7 +74,7 @@ def test_recipe_page_lists_every_kind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py", "train_diloco.py"])
 def test_example_script_learns_the_digits(script: str, tmp_path: Path) -> None:
     output = torchrun(ROOT / "examples" / script, "int4", folder=tmp_path)
     accuracy = re.search(r"int4: accuracy ([\d.]+)", output)

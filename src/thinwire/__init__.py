@@ -1,6 +1,7 @@
 """thinwire: PyTorch training that sends less over slow networks."""
 
 from thinwire import hooks as hooks
+from thinwire import optim as optim
 from thinwire.advisor.probe import profile as profile
 from thinwire.advisor.profile import Profile as Profile
 from thinwire.advisor.profile import read_profile as read_profile
@@ -10,11 +11,20 @@ from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
 from thinwire.aggregators import Hierarchical as Hierarchical
 from thinwire.aggregators import PowerSGD as PowerSGD
+from thinwire.aggregators import PushPull as PushPull
 from thinwire.aggregators import SumOnWire as SumOnWire
 from thinwire.aggregators import TreeReduce as TreeReduce
 from thinwire.aggregators import TwoShot as TwoShot
+from thinwire.algorithms import CLAN_OPTIONS as CLAN_OPTIONS
+from thinwire.algorithms import CLAN_SETTINGS as CLAN_SETTINGS
+from thinwire.algorithms import DiLoCo as DiLoCo
+from thinwire.algorithms import LocalSGD as LocalSGD
+from thinwire.algorithms import PostLocalSGD as PostLocalSGD
+from thinwire.algorithms import StreamingDiLoCo as StreamingDiLoCo
+from thinwire.allocate import Allocate as Allocate
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
+from thinwire.api import clan as clan
 from thinwire.comm.tracing import merge_traces as merge_traces
 from thinwire.comm.tracing import trace as trace
 from thinwire.compressors import BlockCast as BlockCast
@@ -22,6 +32,7 @@ from thinwire.compressors import BlockQuant as BlockQuant
 from thinwire.compressors import Cast as Cast
 from thinwire.compressors import Compose as Compose
 from thinwire.compressors import Compressor as Compressor
+from thinwire.compressors import FixedPoint as FixedPoint
 from thinwire.compressors import GlobalExponential as GlobalExponential
 from thinwire.compressors import GlobalLinear as GlobalLinear
 from thinwire.compressors import Identity as Identity
@@ -48,6 +59,8 @@ from thinwire.integrations.link import Link as Link
 from thinwire.integrations.loggers import CSV as CSV
 from thinwire.integrations.loggers import LogLine as LogLine
 from thinwire.integrations.loggers import TensorBoard as TensorBoard
+from thinwire.integrations.power_sgd_state import bucket_names as bucket_names
+from thinwire.integrations.power_sgd_state import import_power_sgd as import_power_sgd
 from thinwire.ladder import selfcheck as selfcheck
 from thinwire.plan import Plan as Plan
 from thinwire.policy import ParamInfo as ParamInfo

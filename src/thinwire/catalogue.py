@@ -45,6 +45,7 @@ WHEN = {
     "minmax:8:block=512": "as int8 for blocks that lie to one side of 0, such as activations",
     "minmax:8:bagua": "to compare with BAGUA's 8-bit kind, whose scale is one for a partition",
     "minmax:4:stochastic:block=512": "unbiased at 4 bits for blocks to one side of 0; else int4:stochastic errs less",
+    "fixpoint:4:block=512": "to compare with AQ-SGD's quantiser of activations; int4 errs less on gradients",
     "int4:rotation=32": "as int4 where few values of a block are far larger than the others; slower",
     "e4m3": "small values keep their relative precision; on Gaussian blocks int8 errs less",
     "e5m2": "as e4m3 over a wider range with a bit less of precision",

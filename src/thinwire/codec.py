@@ -1,6 +1,7 @@
 """How long a plan's kernels take on one rank, without any exchange."""
 
 import dataclasses
+import functools
 import time
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from thinwire.aggregators import (
     Aggregator,
     Block,
+    BufferPool,
     Dense,
     Gather,
     Hierarchical,
@@ -15,34 +17,38 @@ from thinwire.aggregators import (
     Nodes,
     Partition,
     PowerSGD,
+    PushPull,
     TreeReduce,
     TwoShot,
 )
 from thinwire.comm.local import run_lock_step
 from thinwire.compressors import Sign
 from thinwire.feedback import Slot
-from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob, VoteJob, active
+from thinwire.kernels import DecodeJob, EncodeJob, ReduceJob, VoteJob, serving
 from thinwire.plan import Plan
 from thinwire.random import Key
 from thinwire.state import State
 
 
-def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) -> float:
+def measure_codec(
+    plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3, device: torch.device | str = "cpu"
+) -> float:
     """Return the least wall seconds, of `repeats`, that one step's kernels take on one rank, run alone.
 
     That is, in the order of a step, so that memory is as cold: encode every partition up (after its statistic, if it
     has one), then what the exchange does with the bytes, then decode every partition. A two-shot exchange decodes
     `world_size` contributions to the partitions owned and encodes those down; a gathering one decodes or counts
     `world_size` contributions to every partition; a tree merges as many bytes as (n-1)/n of all. With nodes,
-    representatives decode what comes from their node and encode the sum, and owners decode one sum a node.
+    representatives decode what comes from their node and encode the sum, and owners decode one sum a node. With
+    parameter servers nothing comes between: what they do is not counted.
     """
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
     if not partitions:
         return 0.0
     if any(isinstance(p.aggregator, PowerSGD) for p in partitions):
-        return _alone(plan, threads, repeats)
+        return _alone(plan, threads, repeats, device)
     generator = torch.Generator().manual_seed(0)
-    blocks = [_Block(p, rank, plan.world_size, threads, generator) for p in partitions]
+    blocks = [_Block(p, rank, plan.world_size, threads, generator, device) for p in partitions]
     for block in blocks:  # bytes to decode where another rank would have made them
         block.encode_up()
         block.encode_down()
@@ -55,23 +61,31 @@ def measure_codec(plan: Plan, rank: int, *, threads: int = 1, repeats: int = 3) 
             block.combine()
         for block in blocks:
             block.decode_down()
+        _settle(device)
         best = min(best, time.perf_counter() - started)
     return best
 
 
-def _alone(plan: Plan, threads: int, repeats: int) -> float:
+def _settle(device: torch.device | str) -> None:
+    """Wait for what was queued, where that goes on beside the host."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _alone(plan: Plan, threads: int, repeats: int, device: torch.device | str) -> float:
     """Return the seconds of an exchange by one rank alone, which does what each of several does."""
     generator = torch.Generator().manual_seed(0)
-    state = State(plan, {p.info.name: torch.empty(p.info.shape, device="meta") for p in plan.params}, 0)
+    state = State(plan, {p.info.name: torch.empty((), device=device).expand(p.info.shape) for p in plan.params}, 0)
     by_kind: dict[type[Aggregator], list[Block]] = {}
     for param in plan.params:
         for p in param.partitions:
-            value = torch.randn(p.numel, generator=generator, dtype=torch.float32) * 1e-3
+            value = torch.randn(p.numel, generator=generator, dtype=torch.float32).to(device) * 1e-3
             block = state.block(dataclasses.replace(p, owner=0), value, param.slots)
             by_kind.setdefault(type(p.aggregator), []).append(block)
     by_kind.pop(Dense, None)
+    pool = BufferPool(functools.partial(torch.empty, dtype=torch.uint8, device=device))
     messages = [
-        (kind, Message(kind.lay_out([block.partition for block in blocks], 1), blocks, 0, threads=threads))
+        (kind, Message(kind.lay_out([b.partition for b in blocks], 1), blocks, 0, threads=threads, buffers=pool))
         for kind, blocks in by_kind.items()
     ]
     best = float("inf")
@@ -80,6 +94,7 @@ def _alone(plan: Plan, threads: int, repeats: int) -> float:
         for kind, message in messages:
             message.begin(step)
             run_lock_step([kind.exchange(message)], message.layout.rounds)
+        _settle(device)
         best = min(best, time.perf_counter() - started)
     return best
 
@@ -88,22 +103,29 @@ class _Block:
     """One partition with memory of its own."""
 
     def __init__(
-        self, partition: Partition, rank: int, world_size: int, threads: int, generator: torch.Generator
+        self,
+        partition: Partition,
+        rank: int,
+        world_size: int,
+        threads: int,
+        generator: torch.Generator,
+        device: torch.device | str,
     ) -> None:
         self.partition = partition
         self._rank, self._world_size = rank, world_size
         self._up, self._down = partition.aggregator.up, partition.aggregator.down
         self._specs, self._threads = [partition.spec], threads
         self._key = Key(partition.key, 0, rank, partition.offset)
-        self._value = torch.randn(partition.numel, generator=generator, dtype=torch.float32) * 1e-3
+        self._value = torch.randn(partition.numel, generator=generator, dtype=torch.float32).to(device) * 1e-3
         residuals = {Slot.WORKER, Slot.OWNER} & partition.aggregator.slots
         self._residual = torch.zeros_like(self._value) if residuals else None
         self._shared = None
         if self._up.statistic_reduction is not None:
-            self._shared = torch.zeros(self._up.num_statistics(partition.spec), dtype=torch.float32)
-        self._sent = torch.empty(self._up.nbytes(partition.spec), dtype=torch.uint8)
-        self._inside = torch.zeros(partition.aggregator.inner.nbytes(partition.spec), dtype=torch.uint8)
-        self._mean = torch.empty(self._down.nbytes(partition.spec), dtype=torch.uint8)
+            self._shared = self._value.new_zeros(self._up.num_statistics(partition.spec))
+        self._sent, self._inside, self._mean = (
+            torch.zeros(compressor.nbytes(partition.spec), dtype=torch.uint8, device=device)
+            for compressor in (self._up, partition.aggregator.inner, self._down)
+        )
 
     def encode_up(self) -> None:
         aggregator = self.partition.aggregator
@@ -133,7 +155,8 @@ class _Block:
                 job = ReduceJob(self._sent, self._sent.clone(), self.partition.numel, self._key)
                 self._up.reduce_jobs([job], self._specs, threads=self._threads)
         elif isinstance(aggregator, Gather) and isinstance(self._up, Sign):
-            active().majority_vote([VoteJob([self._sent] * self._world_size, self._sent, self.partition.numel)])
+            jobs = [VoteJob([self._sent] * self._world_size, self._sent, self.partition.numel)]
+            serving(jobs).majority_vote(jobs)
         elif isinstance(aggregator, Gather):
             self._sum_up()
 
@@ -150,13 +173,13 @@ class _Block:
             self._up.decode_jobs([job], self._specs, threads=self._threads)
 
     def encode_down(self) -> None:
-        if isinstance(self.partition.aggregator, TwoShot | Hierarchical):
+        if isinstance(self.partition.aggregator, TwoShot | Hierarchical | PushPull):
             job = EncodeJob(self._value, self._mean, self._residual, 1.0, self._key)
             self._down.encode_jobs([job], self._specs, threads=self._threads)
 
     def decode_down(self) -> None:
         match self.partition.aggregator:
-            case TwoShot() | Hierarchical():
+            case TwoShot() | Hierarchical() | PushPull():
                 job = DecodeJob(self._mean, self._value, None, self._key)
                 self._down.decode_jobs([job], self._specs, threads=self._threads)
             case Gather() if not isinstance(self._up, Sign):

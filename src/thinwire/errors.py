@@ -13,6 +13,10 @@ class PlanError(ThinwireError, ValueError):
     """A policy that does not fit the model, or a plan that differs between ranks."""
 
 
+class OptimizerError(ThinwireError, ValueError):
+    """Settings of an optimizer that are out of range, or parameters or gradients that it cannot use."""
+
+
 class AttachError(ThinwireError, RuntimeError):
     """A model or process group to which thinwire cannot be attached."""
 
@@ -27,6 +31,10 @@ class ScheduleError(ThinwireError, RuntimeError):
 
 class RankLostError(ThinwireError, RuntimeError):
     """A peer stopped answering during an exchange. The message names it."""
+
+
+class ServerError(ThinwireError, RuntimeError):
+    """A parameter server that stopped answering, or refused what it was told. The message names it."""
 
 
 class NonFiniteError(ThinwireError, ArithmeticError):

@@ -5,12 +5,13 @@ Since owners stay, residuals need not move when a phase begins.
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.aggregators import Dense
+from thinwire.allocate import Allocate
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import EF21, MomentumCorrection, Slot
 from thinwire.plan import Plan, PlannedParam, build_plan
@@ -21,10 +22,44 @@ _RESIDUALS = frozenset({Slot.WORKER, Slot.OWNER})
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """The candidates of an `Allocate` resolved: a plan for each, any of which, and any mix, may follow any other."""
+
+    settings: Allocate
+    plans: tuple[Plan, ...]  # one per candidate, with the same partitions and owners
+
+    @property
+    def default(self) -> Plan:
+        """The plan until the first choice."""
+        return self.plans[self.settings.default_index]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are chosen for: those that some candidate compresses."""
+        by_name = zip(*(plan.params for plan in self.plans), strict=True)
+        return tuple(params[0].info.name for params in by_name if any(not param.reason for param in params))
+
+    def mixed(self, chosen: Mapping[str, int]) -> Plan:
+        """Return the plan that has the given candidate for every parameter; the default for those not named."""
+        default = self.settings.default_index
+        params = (self.plans[chosen.get(p.info.name, default)].by_name[p.info.name] for p in self.default.params)
+        return dataclasses.replace(self.default, params=tuple(params))
+
+
+@dataclass(frozen=True, slots=True)
 class Phases:
-    """Plans by the step from which they are valid, in ascending order and from step 0 on."""
+    """Plans by the step from which they are valid, in ascending order and from step 0 on.
+
+    With `choices` the last of them is the default, from whose first step on others may take its place.
+    """
 
     plans: tuple[tuple[int, Plan], ...]
+    choices: Choices | None = None
+
+    @property
+    def all_plans(self) -> tuple[Plan, ...]:
+        """Every plan that is valid at some step; of choices the unmixed ones."""
+        return (*(plan for _, plan in self.plans), *(self.choices.plans if self.choices else ()))
 
     def at(self, step: int) -> Plan:
         """Return the plan that is valid at a step."""
@@ -40,7 +75,7 @@ class Phases:
         """The last plan, with all that must be kept of every parameter in any phase."""
         slots: dict[str, frozenset[Slot]] = {}
         numel: dict[str, int] = {}  # of factors: one of a lower rank is the first part of one of a higher
-        for _, plan in self.plans:
+        for plan in self.all_plans:
             for param in plan.params:
                 name = param.info.name
                 slots[name] = slots.get(name, frozenset()) | param.slots
@@ -56,6 +91,8 @@ class Phases:
         lines = list[str]()
         for start, plan in self.plans:
             lines += [*([f"from step {start}"] if start else []), *plan.lines()]
+        if self.choices is not None:
+            lines += [str(self.choices.settings), *(line for plan in self.choices.plans for line in plan.lines())]
         return lines
 
     def __str__(self) -> str:
@@ -71,33 +108,63 @@ class Phases:
 
 def build_phases(
     named_parameters: Iterable[tuple[str, Tensor]],
-    recipe: Phase | Schedule,
+    recipe: Phase | Schedule | Allocate,
     world_size: int,
     options: PlanOptions | None = None,
     *,
     start_after: int = 0,
+    all_reduce: bool = True,
 ) -> Phases:
     """Plan every phase of a schedule, or the only one.
 
     Args:
         named_parameters: those that train, in order of registration.
-        recipe: a schedule, or what `build_plan` takes.
+        recipe: a schedule, a choice, or what `build_plan` takes.
         world_size: number of ranks.
         options: cuts and thresholds.
         start_after: put as many dense steps before the phases.
+        all_reduce: whether a schedule without compression may use DDP's own all-reduce; else owners form the mean.
 
     Raises:
         RecipeError: an unknown recipe or a setting out of range.
         PlanError: what `build_plan` raises, or a phase that could not deliver what is owed from those before.
     """
     named = list(named_parameters)
+    if isinstance(recipe, Allocate):
+        return _choices(named, recipe, world_size, options, start_after)
     if isinstance(recipe, str):
         recipe = parse_schedule(recipe)
     phases = recipe.phases if isinstance(recipe, Schedule) else ((0, recipe),)
     if start_after:
         phases = ((0, Dense()), *((start_after + start, phase) for start, phase in phases))
     starts, policies = [start for start, _ in phases], [phase for _, phase in phases]
-    plans = [build_plan(named, policy, world_size, options) for policy in policies]  # type: ignore[arg-type]
+    plans = _plans(named, policies, world_size, options, all_reduce)  # type: ignore[arg-type]
+    return Phases(tuple(zip(starts, _carried(plans), strict=True)))
+
+
+def _choices(
+    named: Sequence[tuple[str, Tensor]],
+    recipe: Allocate,
+    world_size: int,
+    options: PlanOptions | None,
+    start_after: int,
+) -> Phases:
+    """Plan every candidate, and the dense steps before there is a choice; owners are those of the default."""
+    first, *plans, _ = _plans(named, [Dense(), *recipe.settings, recipe.default], world_size, options)  # type: ignore[list-item]
+    choices = Choices(recipe, tuple(_interchangeable(plans)))
+    dense = [(0, first)] if start_after else []
+    return Phases((*dense, (start_after, choices.default)), choices)
+
+
+def _plans(
+    named: Sequence[tuple[str, Tensor]],
+    policies: Sequence[Phase],
+    world_size: int,
+    options: PlanOptions | None,
+    all_reduce: bool = True,
+) -> list[Plan]:
+    """Make plans that may follow each other: with the same partitions, and the owners of the last."""
+    plans = [build_plan(named, policy, world_size, options, all_reduce=all_reduce) for policy in policies]  # type: ignore[arg-type]
     if len(plans) > 1 and any(not plan.is_dense for plan in plans):
         # Dense phases go through owners then, too: buckets do not show in the bits of any step.
         momentum = _momentum(plans)
@@ -107,7 +174,7 @@ def build_phases(
             build_plan(named, policy, world_size, options, momentum=momentum, all_reduce=False, whole=whole)  # type: ignore[arg-type]
             for policy in policies
         ]
-    return Phases(tuple(zip(starts, _carried(_with_same_owners(plans)), strict=True)))
+    return _with_same_owners(plans)
 
 
 def _momentum(plans: Iterable[Plan]) -> MomentumCorrection | None:
@@ -138,6 +205,22 @@ def _carried(plans: list[Plan]) -> list[Plan]:
         owing = {param.info.name: param for param in plan.params if param.slots & _RESIDUALS}
         carried.append(plan)
     return carried
+
+
+def _interchangeable(plans: list[Plan]) -> list[Plan]:
+    """Let every plan deliver what any other owes."""
+
+    def for_all(params: tuple[PlannedParam, ...], param: PlannedParam) -> PlannedParam:
+        for before in params:
+            if before.slots & _RESIDUALS:
+                param = _owing(param, before)
+        return param
+
+    by_name = list(zip(*(plan.params for plan in plans), strict=True))
+    return [
+        dataclasses.replace(plan, params=tuple(for_all(params, params[place]) for params in by_name))
+        for place, plan in enumerate(plans)
+    ]
 
 
 def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:

@@ -15,10 +15,12 @@ from thinwire.aggregators import (
     MessageLayout,
     Partition,
     PowerSGD,
+    PushPull,
     TwoShot,
     between_nodes_nbytes,
 )
-from thinwire.comm.rounds import Round
+from thinwire.aggregators.push_pull import server_work
+from thinwire.comm.rounds import Round, buffers_nbytes
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.policy import ParamInfo, Patterns, PlanOptions, Policy, resolver, whole_kinds
@@ -80,21 +82,27 @@ class Plan:
         """
         layouts: list[MessageLayout] = []
         by_kind: dict[tuple[type[Aggregator], Hashable], list[Partition]] = {}
+        sizes: dict[tuple[type[Aggregator], Hashable], tuple[int, int]] = {}  # raw bytes, and those to send
         for name in names:
             for partition in self.by_name[name].partitions:
                 kind = type(partition.aggregator)
                 key = (kind, partition.aggregator.together(partition.dtype))
                 pending = by_kind.setdefault(key, [])
                 pending.append(partition)
-                if kind is not Dense and self._is_full(pending):
+                if kind is Dense:
+                    continue
+                raw, sent = sizes.pop(key, (0, 0))
+                raw += partition.spec.raw_nbytes
+                sent += partition.aggregator.sent_once_nbytes(partition.spec)
+                if self._is_full(raw, sent):
                     layouts.append(kind.lay_out(by_kind.pop(key), self.world_size))
+                else:
+                    sizes[key] = raw, sent
         layouts += [kind.lay_out(pending, self.world_size) for (kind, _), pending in by_kind.items()]
         return layouts
 
-    def _is_full(self, pending: Sequence[Partition]) -> bool:
+    def _is_full(self, raw: int, sent: int) -> bool:
         """Whether a message should be closed: a collective costs processor time even where its bytes cost nothing."""
-        raw = sum(partition.spec.raw_nbytes for partition in pending)
-        sent = sum(partition.aggregator.sent_once_nbytes(partition.spec) for partition in pending)
         return raw >= self.options.message_nbytes and 16 * sent >= self.options.message_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
@@ -132,6 +140,15 @@ class Plan:
             total += sum(4 * (owned if slot.owned else param.slot_numel(slot)) for slot in param.slots)
         return total
 
+    def message_nbytes(self, rank: int) -> int:
+        """Return the bytes of all buffers that a message sends from and receives into on `rank`, of the largest one.
+
+        On a GPU in pinned memory, and about as much beside the gradients. Buckets that are sent dense, by all-reduce,
+        are cut by DDP: a plan does not know how large they are, and holds the model for one.
+        """
+        names = [param.info.name for param in reversed(self.params)]
+        return max(sum(buffers_nbytes(r, rank) for r in layout.rounds) for layout in self.messages(names))
+
     @property
     def raw_nbytes(self) -> int:
         """Bytes of all gradients, uncompressed."""
@@ -142,7 +159,7 @@ class Plan:
         """Bytes that DDP's ring all-reduce would send over the bytes that the busiest rank sends; 1 with one rank."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.raw_nbytes
         busiest = self.busiest_nbytes
-        return ring / busiest if busiest else 1.0
+        return ring / busiest if busiest and ring else 1.0
 
     def lines(self) -> list[str]:
         """Return all that must agree between ranks, one fact a line."""
@@ -177,10 +194,15 @@ class Plan:
         return (
             f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
             f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; "
-            f"{self._between_nodes()}residuals take "
+            f"{self._between_nodes()}{self._at_servers()}residuals take "
             f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
             "step with a GradScaler"
         )
+
+    def _at_servers(self) -> str:
+        if not self.options.num_servers:
+            return ""
+        return f"as much comes back from {self.options.num_servers} servers, which keep residuals of their own; "
 
     def _between_nodes(self) -> str:
         if not any(isinstance(param.aggregator, Hierarchical) for param in self.params):
@@ -235,8 +257,10 @@ def build_plan(
     if len(topologies) > 1:
         raise PlanError(f"expected the same nodes for all parameters, got {', '.join(map(str, topologies))}")
     momentum = _one_momentum(settings, momentum)
+    served = options.num_servers or max((a.num_servers for a in settings if isinstance(a, PushPull)), default=0)
     one_dense = (
         all_reduce
+        and not served
         and momentum is None
         and len(settings) <= 1
         and all(isinstance(aggregator, Dense) for aggregator in settings)
@@ -245,8 +269,9 @@ def build_plan(
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever
-    # run of parameters makes a bucket, its bytes are spread within two partitions' worth.
-    owners = [(0, rank) for rank in range(world_size)]  # a heap of (bytes owned, rank)
+    # run of parameters makes a bucket, its bytes are spread within two partitions' worth. Among servers it is work
+    # that is spread: their processors are what is short.
+    owners = [(0, owner) for owner in range(served or world_size)]  # a heap of (bytes or work, owner)
     for info, (aggregator, reason) in reversed(list(zip(infos, resolved, strict=True))):
         if isinstance(aggregator, Dense) and not one_dense and info.dtype in COMPRESSIBLE_DTYPES:
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
@@ -254,6 +279,8 @@ def build_plan(
             aggregator = owned if carrier is None or momentum is not None else _riding(carrier, owned)
         if isinstance(aggregator, Hierarchical) and aggregator.node_sizes is None:
             aggregator = dataclasses.replace(aggregator, node_sizes=options.node_sizes)
+        if served and info.dtype in COMPRESSIBLE_DTYPES:
+            aggregator = _through_servers(info.name, aggregator, served)
         aggregator = aggregator.for_world(world_size)
         if momentum is not None and aggregator.feedback != momentum:
             got = aggregator.feedback if info.dtype in COMPRESSIBLE_DTYPES else info.dtype
@@ -282,6 +309,18 @@ def _riding(carrier: PowerSGD | Hierarchical, owned: TwoShot) -> Aggregator:
     return Hierarchical(up=owned.up, down=owned.down, node_sizes=carrier.node_sizes)
 
 
+def _through_servers(name: str, aggregator: Aggregator, num_servers: int) -> PushPull:
+    """Return a two-shot exchange with servers as owners."""
+    if isinstance(aggregator, PushPull):
+        return dataclasses.replace(aggregator, num_servers=num_servers)
+    if not isinstance(aggregator, TwoShot):
+        raise PlanError(
+            f"{name}: expected a recipe of the two-shot exchange, such as 'int8', 'topk:0.01' or 'onebit', which "
+            f"servers can form the mean of, got {aggregator.recipe()!r}; or attach without servers"
+        )
+    return PushPull(up=aggregator.up, down=aggregator.down, feedback=aggregator.feedback, num_servers=num_servers)
+
+
 def _one_momentum(settings: Iterable[Aggregator], momentum: MomentumCorrection | None) -> MomentumCorrection | None:
     """Return the momentum that all parameters get, `momentum` or what the settings say."""
     found = {momentum} if momentum is not None else set[MomentumCorrection]()
@@ -299,9 +338,9 @@ def _cut(
     owners: list[tuple[int, int]],
     whole: bool,
 ) -> tuple[Partition, ...]:
-    """Cut one parameter into partitions and deal owners to them; `owners` is a heap of (bytes owned, rank).
+    """Cut one parameter into partitions and deal owners to them.
 
-    `shape` is the parameter's in memory order.
+    `owners` is a heap of (bytes or work owned, rank or server), `shape` is the parameter's in memory order.
     """
     partitions: list[Partition] = []
     whole = whole or bool(whole_kinds(aggregator))
@@ -325,6 +364,8 @@ def _cut(
                 nbytes = sum(compressor.nbytes(partition.spec) for compressor in (aggregator.up, aggregator.down))
             except ValueError as error:
                 raise PlanError(f"{info.name}: {error}") from error
+            if isinstance(aggregator, PushPull):
+                nbytes = server_work(partition)
         heapq.heapreplace(owners, (load + nbytes, owner))
         partitions.append(partition)
     return tuple(partitions)

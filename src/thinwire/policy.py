@@ -57,6 +57,7 @@ class PlanOptions:
         compress_1d: whether recipes and patterns compress one-dimensional parameters too.
         seed: seed of every random stream.
         node_sizes: for `Hierarchical` settings that do not say which ranks share a node, as they say it.
+        num_servers: parameter servers that form the means, as `PushPull` says; 0: ranks do.
     """
 
     partition_numel: int = 65536
@@ -65,9 +66,10 @@ class PlanOptions:
     compress_1d: bool = False
     seed: int = 0
     node_sizes: int | tuple[int, ...] | None = None
+    num_servers: int = 0
 
     def __post_init__(self) -> None:
-        if self.partition_numel < 1 or self.message_nbytes < 1 or self.min_nbytes < 0:
+        if self.partition_numel < 1 or self.message_nbytes < 1 or self.min_nbytes < 0 or self.num_servers < 0:
             raise PlanError(f"expected positive sizes, got {self}")
 
 

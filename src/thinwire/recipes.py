@@ -7,7 +7,7 @@
     single      = ["scaled:"] kind *(":" argument)
     kind        = one of `recipe_names()`
     feedback    = name *(":" argument)                             (where left out: "ef" where it is needed, else none)
-    name        = ef | dgc | ef21
+    name        = ef | dgc | ef21 | nag
 
 Examples: `int8`, `int4:block=128`, `int8:stochastic`, `topk:0.01`, `topk:0.001:fp32`, `onebit`, `onebit:rms`, `fp16`,
 `topk:0.01+int8`, `topk:0.01~int8`, `topk:0.001@dgc:0.9`, `int4@ef21`, `scaled:linear:3`, `randomk:0.01:block=64`,
@@ -32,6 +32,7 @@ from thinwire.compressors import (
     Cast,
     Compose,
     Compressor,
+    FixedPoint,
     GlobalExponential,
     GlobalLinear,
     Identity,
@@ -127,6 +128,7 @@ _KINDS: dict[str, _Kind[Compressor]] = {
     "cnat": _Kind(NaturalCompression, {}, {}, ("bits", int, "cnat:8")),
     "terngrad": _Kind(TernGrad, {"shared": ("shared", True)}, {"block": int, "clip": float}),
     "minmax": _Kind(MinMax, {**_RULES, **_ROUNDING}, {"block": int}, ("bits", int, "minmax:8")),
+    "fixpoint": _Kind(FixedPoint, {}, {"block": int}, ("bits", int, "fixpoint:4")),
     "onebit": _Kind(OneBit, _SCALES),
     "sign": _Kind(Sign, _TIES),
     "topk": _Kind(
@@ -169,12 +171,19 @@ _FEEDBACK: dict[str, _Kind[Feedback]] = {
     "ef": _Kind(ErrorFeedback, {"lr": ("lr_correction", True)}, {"decay": float}),
     "dgc": _Kind(
         MomentumCorrection,
-        {"nesterov": ("nesterov", True)},
+        {"nesterov": ("nesterov", True), "unmasked": ("masking", False)},
         {"clip": float},
         ("momentum", float, "dgc:0.9"),
         optional=True,
     ),
     "ef21": _Kind(EF21),
+    "nag": _Kind(
+        partial(MomentumCorrection, nesterov=True, masking=False),
+        {},
+        {"clip": float},
+        ("momentum", float, "nag:0.9"),
+        optional=True,
+    ),
 }
 
 
@@ -279,6 +288,22 @@ def parse_compressor(text: str) -> Compressor:
     """
     try:
         return _compressor(text.strip(), _KINDS)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {text!r}: {error}") from None
+
+
+def parse_feedback(text: str) -> Feedback:
+    """Return the feedback that the part of a recipe after "@" stands for.
+
+    Raises:
+        RecipeError: an unknown name or argument.
+
+    Example:
+        >>> parse_feedback("ef:decay=0.9")
+        ErrorFeedback(decay=0.9, lr_correction=False)
+    """
+    try:
+        return _feedback(text.strip())
     except RecipeError as error:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 

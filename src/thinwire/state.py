@@ -20,6 +20,7 @@ from thinwire.spec import fills_memory
 
 FORMAT = 3
 _EF21 = frozenset({Slot.ESTIMATE, Slot.DELIVERED, Slot.MEAN})  # of one parameter; they determine each other
+REPLICAS = "replicas"  # under this, what a sharded model's ranks keep of the exchange between its replicas
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
 
 
@@ -46,12 +47,17 @@ class State:
         for param in plan.params:
             for slot in param.slots:
                 if not slot.owned:
-                    self.whole[slot][param.info.name] = torch.zeros(param.slot_numel(slot), dtype=torch.float32)
+                    self.whole[slot][param.info.name] = self._zeros(param.info.name, param.slot_numel(slot))
                     continue
                 for partition in param.partitions:
                     if partition.owner == rank:
                         place = partition.name, partition.offset
-                        self.owned[slot][place] = torch.zeros(partition.numel, dtype=torch.float32)
+                        self.owned[slot][place] = self._zeros(partition.name, partition.numel)
+
+    def _zeros(self, name: str, numel: int) -> Tensor:
+        """Return (numel,) float32 beside a parameter; on the CPU if that has a shape only."""
+        where = self._params[name].device
+        return torch.zeros(numel, dtype=torch.float32, device="cpu" if where.type == "meta" else where)
 
     @property
     def worker(self) -> dict[str, Tensor]:
@@ -101,7 +107,11 @@ class State:
     @property
     def nbytes(self) -> int:
         """Memory of all that is kept."""
-        return sum(tensor.nbytes for kept in (*self.whole.values(), *self.owned.values()) for tensor in kept.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is kept."""
+        return [tensor for kept in (*self.whole.values(), *self.owned.values()) for tensor in kept.values()]
 
     def squared_norm(self) -> float:
         """Return the squared norm of this rank's residuals, in units of the unscaled gradient."""
@@ -131,7 +141,7 @@ class State:
         if not slot.owned:
             return self.whole[slot]
         gathered = {
-            param.info.name: torch.zeros(param.info.numel, dtype=torch.float32)
+            param.info.name: self._zeros(param.info.name, param.info.numel)
             for param in self._plan.params
             if slot in param.slots
         }
@@ -143,6 +153,10 @@ class State:
         if slot is Slot.FACTOR:
             return flat.items()
         return ((name, _logical(tensor, self._params[name])) for name, tensor in flat.items())
+
+    def in_shape(self, name: str, flat: Tensor) -> Tensor:
+        """View a parameter's numbers, flat in its memory order, in its shape."""
+        return _logical(flat, self._params[name])
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` of the same rank returned; nothing changes if it does not fit.
@@ -189,7 +203,7 @@ class State:
                 logical.copy_(state[slot][name])
         for slot, owned in self.owned.items():
             for name in {name for name, _ in owned}:
-                flat = torch.empty(self._plan.by_name[name].info.numel, dtype=torch.float32)
+                flat = self._zeros(name, self._plan.by_name[name].info.numel)
                 _logical(flat, self._params[name]).copy_(state[slot][name])
                 for (owned_name, offset), tensor in owned.items():
                     if owned_name == name:
@@ -278,6 +292,11 @@ def reshard_state(
         raise StateError(
             f"expected states to make others of, and for at least one rank, got {len(states)}, {world_size}"
         )
+    if any(REPLICAS in state for state in states):
+        raise StateError(
+            "states saved with a replicate_group cannot be re-sharded: expected states of shards alone; go on with the "
+            "same ranks, or without residuals"
+        )
     states = sorted(states, key=lambda state: state["rank"])
     first = states[0]
     if [state["rank"] for state in states] != list(range(first["world_size"])):
@@ -287,14 +306,19 @@ def reshard_state(
         for key in ("format", "step", "loss_scale", "owners"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
+        chosen = [state.get("allocation", {}).get("chosen") for state in (state, first)]
+        if chosen[0] != chosen[1]:
+            raise StateError(f"rank {state['rank']} and rank 0 have not chosen the same recipes")
         for slot in Slot:
             if not slot.owned and (differing := sorted(set(state[slot]) ^ set(first[slot]))):
                 what = f"{slot} tensor for {differing[0]!r}"
                 raise StateError(f"rank {state['rank']} and rank 0 do not both have a {what}")
     kept = {slot: _merged(slot, states) for slot in Slot}
+    measured = {"allocation": _mean_errors(states)} if "allocation" in first else {}
     return [
         {
             **first,
+            **measured,
             "rank": rank,
             "world_size": world_size,
             "partition_numel": partition_numel,
@@ -319,6 +343,16 @@ def _merged(slot: Slot, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor
             total += tensor
         merged[name] = (total if slot.owned else total / len(tensors)).float()
     return merged
+
+
+def _mean_errors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what was chosen, and the mean over ranks of the errors measured since."""
+    errors: dict[str, list[float]] = {}
+    for state in states:
+        for name, found in state["allocation"]["errors"].items():
+            so_far = errors.get(name, [0.0] * len(found))
+            errors[name] = [a + b / len(states) for a, b in zip(so_far, found, strict=True)]
+    return {**states[0]["allocation"], "errors": errors}
 
 
 def _cloned(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -602,10 +602,10 @@ def partitions_of(aggregator: Aggregator, num: int, world_size: int, numel: int 
 
 @pytest.mark.parametrize("aggregator", [a for a in TABLE if not isinstance(a, Hierarchical)], ids=ident)
 def test_schedule_for_4096_ranks_is_arithmetic(aggregator: Aggregator) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     partitions = partitions_of(aggregator, 4096, 4096)
     rounds = type(aggregator).schedule(partitions, 4096)
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0  # without a tensor; other work on the machine does not count
     header, up = header_nbytes(1024), aggregator.up.nbytes(partitions[0].spec)
     down = aggregator.down.nbytes(partitions[0].spec)
     op = aggregator.up.statistic_reduction

@@ -135,6 +135,72 @@ def test_what_composed_kinds_send_is_masked() -> None:
         assert 0.08 < float((state.whole[Slot.MOMENTUM]["layer.weight"] == 0).float().mean()) < 0.11
 
 
+# --- without masking ------------------------------------------------------------------------------------------------
+
+
+class PaperNag:
+    """The momentum of CLAN's system, for one rank and partition, in float64: m <- mu m + g, and g + mu m is sent."""
+
+    def __init__(self, numel: int, k: int, momentum: float) -> None:
+        self.m, self.e, self.k, self.momentum = np.zeros(numel), np.zeros(numel), k, momentum
+
+    def step(self, g: np.ndarray) -> np.ndarray:
+        self.m = self.momentum * self.m + g
+        q = g + self.momentum * self.m + self.e
+        sent = np.zeros_like(q)
+        kept = np.lexsort((np.arange(len(q)), -np.abs(q)))[: self.k]
+        sent[kept] = q[kept]
+        self.e = q - sent
+        return sent
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nag_is_the_papers_momentum_of_workers(world_size: int) -> None:
+    kind = TopK(density=0.05, value_dtype=torch.float32)
+    world = World(TwoShot(up=kind, down=Identity(), feedback=parse_recipe("topk:0.05@nag:0.8").feedback), world_size)
+    papers = {
+        (rank, p.name, p.offset): PaperNag(p.numel, kind.num_kept(p.numel), 0.8)
+        for rank in range(world_size)
+        for param in world.plan.params
+        for p in param.partitions
+    }
+    for step in range(NUM_STEPS):
+        delivered = world.run()[0]
+        for p in (p for param in world.plan.params for p in param.partitions):
+            place = slice(p.offset, p.offset + p.numel)
+            sent = [
+                papers[rank, p.name, p.offset].step(gradients(rank, step)[p.name][place].double().numpy())
+                for rank in range(world_size)
+            ]
+            np.testing.assert_allclose(delivered[p.name][place].numpy(), np.mean(sent, axis=0), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["topk:0.1:fp32", "onebit", "randomk:0.25:fp32"])
+def test_without_masking_what_is_delivered_and_owed_is_the_sum_of_nesterovs_steps(kind: str) -> None:
+    world = World(parse_recipe(f"{kind}@nag"), 1)
+    due = {name: torch.zeros(g.numel()) for name, g in gradients(0, 0).items()}
+    for expected in sgd_updates(True):
+        delivered = world.run()[0]
+        for name, update in expected.items():
+            due[name] += torch.frombuffer(bytearray(update), dtype=torch.float32) - delivered[name]
+    for name, owed in world.owed().items():
+        torch.testing.assert_close(due[name].double(), owed, rtol=1e-3, atol=1e-4)
+
+
+def test_unbiased_kinds_keep_the_momentum_and_nothing_else() -> None:
+    for recipe in ("linear:5@nag", "natural:3@nag", "fp16@nag"):
+        lossy = {Slot.WORKER, Slot.OWNER} if recipe.startswith("fp16") else set()
+        assert parse_recipe(recipe).slots == lossy | {Slot.MOMENTUM}
+    with pytest.raises(RecipeError, match="unbiased kinds diverge"):
+        parse_recipe("linear:5@dgc")
+    world, exact = World(parse_recipe("linear:8@nag"), 3), World(parse_recipe("identity@nag"), 3)
+    for _ in range(NUM_STEPS):
+        ours, theirs = world.run()[0], exact.run()[0]
+        for name, mean in theirs.items():
+            error = float((ours[name] - mean).norm() / mean.norm()) if mean.numel() > 1 else 0.0
+            assert error < 0.05
+
+
 # --- clipping -------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire import Plan, PlanOptions
-from thinwire.aggregators import Aggregator, Block, Dense, Message, Partition
+from thinwire.aggregators import Aggregator, Block, Dense, Message, MessageLayout, Partition
 from thinwire.comm.local import run_lock_step
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, SendRecv, Transfer
 from thinwire.plan import build_plan
@@ -66,7 +66,7 @@ class World:
         self.sent_nbytes, self.messages = [0] * self.world_size, []
         for layout in self.plan.messages(self.order or list(self.shapes)):
             kind = type(layout.partitions[0].aggregator)
-            messages = [Message(layout, [], rank, self.step) for rank in range(self.world_size)]
+            messages = [self.message(layout, rank) for rank in range(self.world_size)]
             for rank, message in enumerate(messages):
                 for p in layout.partitions:
                     block = self.block(rank, p, values[rank][p.name])
@@ -77,7 +77,7 @@ class World:
                     message.blocks.append(block)
                 if kind is Dense:
                     message.flat = torch.cat([block.value for block in message.blocks]).to(self.dtype)
-            run_lock_step([self._counted(kind.exchange(m), r) for r, m in enumerate(messages)], layout.rounds)
+            run_lock_step([self._counted(self.exchange(m), r) for r, m in enumerate(messages)], layout.rounds)
             for message in messages:
                 if message.flat is not None:
                     sizes = [block.value.numel() for block in message.blocks]
@@ -86,6 +86,14 @@ class World:
             self.messages.append(messages)
         self.step += 1
         return values
+
+    def message(self, layout: MessageLayout, rank: int) -> Message:
+        """Return a message of one rank, without its blocks."""
+        return Message(layout, [], rank, self.step)
+
+    def exchange(self, message: Message) -> Exchange:
+        """Return what runs it."""
+        return type(message.layout.partitions[0].aggregator).exchange(message)
 
     def block(self, rank: int, partition: Partition, flat: Tensor) -> Block:
         """Return a partition of one rank, its value a view of the parameter's."""

@@ -41,6 +41,23 @@ def test_rows_are_the_documented_ones(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("int4 ") == 2
 
 
+def test_exchanges_that_multiply_are_measured_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kernels.json"
+    arguments = ["--only", "powersgd:4,powersgd:2:alternating", "--nbytes", "1MiB", "--repeats", "1"]
+    assert main(["kernels", *arguments, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["compressor"], row["threads"], row["op"], row["partitions"]) for row in rows] == [
+        (name, threads, "exchange", 4) for name in ("powersgd:4", "powersgd:2:alternating") for threads in (1, 2)
+    ]
+    for row in rows:
+        assert row["gb_per_s"] == pytest.approx((1 << 20) / row["seconds"] / 1e9)
+        assert row["floor_nbytes"] == 4 << 20
+        assert (row["reference_gb_per_s"] is None) == (row["threads"] == 2)
+    assert capsys.readouterr().out.count("powersgd:4") == 2
+    assert main(["kernels", "--only", "powersgd:4", "--nbytes", "100KiB", "--repeats", "1"]) == 0
+    assert "expected at least one matrix of 262144 bytes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: compressor.recipe())
 def test_every_compressor_can_be_measured(compressor) -> None:
     x = torch.randn(PARTITION_NUMEL + 100, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import pytest
 
 from thinwire.advisor.profile import read_profile
 from thinwire.cli import main
-from thinwire.cli.launch import meet
 from thinwire.cli.probe import _training
+from thinwire.cli.ranks import meet
 from thinwire.errors import LabError, ThinwireError
 from thinwire.lab import Lab
 

@@ -12,6 +12,7 @@ from thinwire import (
     BlockSpec,
     Cast,
     Compose,
+    FixedPoint,
     GlobalExponential,
     GlobalLinear,
     Identity,
@@ -771,6 +772,29 @@ def test_the_affine_rule(bits: int, codes: list[int], values: list[float]) -> No
     assert decoded.tolist() == pytest.approx(values, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("bits", "codes", "values"),
+    [
+        (2, [1, 2, 2, 2, 3], [-1, 0, 0, 0, 1]),
+        (3, [2, 4, 4, 5, 7], [-1, 0, 0, 0.5, 1.5]),
+        (4, [4, 7, 8, 10, 15], [-1, -0.25, 0, 0.5, 1.75]),
+        (8, [64, 115, 134, 157, 255], [-1, -0.203125, 0.09375, 0.453125, 1.984375]),
+    ],
+)
+def test_the_quantiser_of_aq_sgd(bits: int, codes: list[int], values: list[float]) -> None:
+    data = FixedPoint(bits=bits).encode(PAPER)  # type: ignore[arg-type]
+    assert raw(data[:2]) == torch.tensor([2.0], dtype=torch.float16).numpy().tobytes()
+    assert unpack(data[2:], 5, bits, 5).tolist() == codes
+    assert FixedPoint(bits=bits).decode(data, BlockSpec(shape=(5,))).tolist() == values  # type: ignore[arg-type]
+
+
+def test_fixed_point_scales_have_the_range_of_float16() -> None:
+    tiny = torch.tensor([2.9e-8, -1e-9])
+    assert FixedPoint(bits=8).decode(FixedPoint(bits=8).encode(tiny), BlockSpec(shape=(2,))).tolist() == [0, 0]
+    with pytest.raises(ValueError, match="fit its wire dtype"):
+        FixedPoint(bits=8).encode(torch.tensor([65520.0, 1.0]))
+
+
 def test_the_rule_of_bagua() -> None:
     bagua = MinMax(bits=8, rule="bagua")
     data = bagua.encode(PAPER)
@@ -836,6 +860,8 @@ def test_a_narrow_range_far_from_zero_keeps_its_resolution(rule: str) -> None:
         (TernGrad(shared=True), 65536, 13108),
         (TernGrad(shared=True, block=64), 130, 13 + 13 + 1 + 1),
         (MinMax(bits=8), 65536, 8 + 65536),
+        (FixedPoint(bits=8), 65536, 4 + 65536),
+        (FixedPoint(bits=3, block=512), 513, 2 * 2 + 128 + 64 + 2 + 2),
         (MinMax(bits=1, block=512), 65536, 128 * 8 + 8192),
         (MinMax(bits=4, rule="bagua", block=512), 513, 2 * 8 + 256 + 1 + 3),
         (OneBit(), 65536, 4 + 8192),

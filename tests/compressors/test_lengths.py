@@ -43,7 +43,19 @@ def test_every_length(compressor: Compressor) -> None:
     for i, n in enumerate(LENGTHS):
         if too_long(compressor, n):
             continue
-        classes = list(VALUES) if n in SHORT else [list(VALUES)[i % len(VALUES)]]
+        classes = list(VALUES) if n <= 4097 else [list(VALUES)[i % len(VALUES)]]
         for values in classes:
             x, residual = VALUES[values](n), torch.randn(n) * 1e-3
             check(compressor, torch.stack([x, x], dim=1)[:, 0] if i % 2 else x, residual)  # with gaps, and without
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("compressor", TABLE, ids=name)
+def test_every_length_in_16_bits(compressor: Compressor, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for i, n in enumerate(LENGTHS):
+        if too_long(compressor, n):
+            continue
+        for values in VALUES if n in SHORT else [list(VALUES)[i % len(VALUES)]]:
+            x, residual = VALUES[values](n).clamp(-6e4, 6e4).to(dtype), torch.randn(n) * 1e-3
+            check(compressor, torch.stack([x, x], dim=1)[:, 0] if i % 2 else x, residual)

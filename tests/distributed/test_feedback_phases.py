@@ -8,6 +8,7 @@ from training import Ledger, Tower, attached, batch, digest, gradients, loss, se
 from thinwire import Schedule
 from thinwire.errors import AttachError, PlanError
 from thinwire.feedback import Slot
+from thinwire.optim import NAG
 
 SCHEDULE = "dense until 2 then topk:0.05@dgc:0.8 ramp 4"
 RECIPES = [
@@ -140,6 +141,43 @@ def _momentum_twice(rank, world_size, kind):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_an_optimizer_with_momentum_is_refused(ranks, kind):
     ranks(2).run(_momentum_twice, kind)
+
+
+def _counts_on_momentum(rank, world_size):
+    """An optimizer that leaves momentum to the workers needs the recipe that applies it."""
+    model = DDP(seeded(Tower, 16, 2))
+    optimizer = NAG(model.parameters(), lr=0.1, momentum=0.8, worker_momentum=True)
+    for recipe in ("topk:0.1", "topk:0.1@nag:0.9", "topk:0.1@dgc:0.8", "dense"):
+        with pytest.raises(AttachError, match=r"NAG\(worker_momentum=True\).*expected a recipe with '@nag:0.8', got"):
+            attached(model, recipe, optimizer=optimizer).__enter__()
+    with pytest.raises(AttachError, match=r"optimizer without momentum, .*NAG with momentum 0.8.*applied twice"):
+        attached(model, "topk:0.1@nag:0.8", optimizer=NAG(model.parameters(), momentum=0.8)).__enter__()
+    with attached(model, "topk:0.1@nag:0.8", optimizer=optimizer):
+        pass
+
+
+def test_an_optimizer_that_counts_on_momentum_needs_a_recipe_that_applies_it(ranks):
+    ranks(2).run(_counts_on_momentum)
+
+
+def _like_nag(rank, world_size, recipe):
+    """Momentum of workers, and of weight decay at the optimizer: Nesterov's SGD where nothing is lost on the way."""
+    models = [DDP(seeded(Tower, 16, 2), bucket_cap_mb=0.01) for _ in range(2)]
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1}
+    optimizers = [NAG(m.parameters(), worker_momentum=i == 0, **settings) for i, m in enumerate(models)]
+    with attached(models[0], recipe, optimizer=optimizers[0]):
+        for step in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss(model, batch(rank, step, width=16)).backward()
+                optimizer.step()
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [("identity@nag:0.8", 1e-5), ("linear:8@nag:0.8", 0.05)])
+def test_momentum_of_workers_is_nesterovs_sgd(ranks, recipe, tolerance):
+    assert max(ranks(3).run(_like_nag, recipe)) < tolerance
 
 
 def _like_momentum_sgd(rank, world_size):

@@ -315,8 +315,10 @@ def _refused(rank, world_size):
     mesh = dist.init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(AttachError, match="2 dimensions"):
         thinwire.attach(fully_shard(nn.Linear(8, 8), mesh=mesh), "int8")
-    with pytest.raises(AttachError, match="scaler"):
-        thinwire.attach(_model(), "int8", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(AttachError, match="check_replicas_every"):
+        thinwire.attach(_model(), "int8", check_replicas_every=1)
+    with pytest.raises(AttachError, match="Allocate"):
+        thinwire.attach(_model(), thinwire.Allocate(candidates=["int2", "int4"], default="int4"))
 
 
 def test_what_cannot_be_served_is_refused(ranks):

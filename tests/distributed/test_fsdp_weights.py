@@ -132,6 +132,34 @@ def test_all_ranks_compute_with_what_was_sent(ranks, world_size, kind):
     ranks(world_size).run(_decoded, kind)
 
 
+def _patterns(rank, world_size):
+    """The first pattern that matches decides, for each weight; of what stays exact all groups may be FSDP2's own."""
+    by_name = {"0.weight": "int4", "2.*": "dense", "*": BlockQuant(bits=8)}
+    for policy in (by_name, lambda info: {"0.weight": "int4", "2.weight": None, "2.bias": None}.get(info.name, "int8")):
+        model = _model()
+        whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        link = thinwire.attach(model, "int8", weights=policy, options=ALL)
+        recipes = {p.info.name: p.aggregator.recipe() for p in link.plan.weights.params if not p.reason}
+        assert recipes == {"0.weight": "int4", "0.bias": "int8", "4.weight": "int8", "4.bias": "int8"}
+        assert ("2.weight", "2.bias") not in link.plan.weight_groups
+        loss(model, batch(rank, 0, width=WIDTH)).backward()
+        errors = {name: float((weight - whole[f"{name}.weight"]).abs().max()) for name, _, weight in _seen(model)}
+        assert errors["2"] == 0 < errors["4"] < errors["0"]
+        assert link.stats()["weight_wire_nbytes"] > 0
+        link.close()
+    with pytest.raises(PlanError, match="matches no parameter"):
+        thinwire.attach(_model(), "int8", weights={"nothing.*": "int8"}, options=ALL)
+    for weights in ({"0.*": "onebit"}, {"0.*": "topk:0.1", "*": "int8"}, lambda info: "int2"):
+        with pytest.raises(RecipeError, match=r"weights.*weights have none"):
+            thinwire.attach(_model(), "int8", weights=weights, options=ALL)
+    with pytest.raises(PlanError, match="expected a compressor, its recipe, patterns or a function"):
+        thinwire.attach(_model(), "int8", weights=8, options=ALL)  # type: ignore[call-overload]
+
+
+def test_every_weight_has_a_kind_of_its_own(ranks):
+    ranks(2).run(_patterns)
+
+
 def _draws(rank, world_size):
     """Another step rounds otherwise; the micro-batches of one step, and a second run, alike.
 

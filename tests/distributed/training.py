@@ -55,7 +55,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """Return a hash of all bits."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        data = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
         hasher.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"-")
     return hasher.hexdigest()
 
@@ -108,13 +108,13 @@ class Ledger:
         grads = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
         for (name, _), grad in zip(trained.items(), grads, strict=True):
             if grad is not None and where(name):
-                self._due[name] += grad.double()
+                self._due[name] += grad.double().cpu()
 
     def got(self, scale: float = 1.0) -> None:
         """Count what is in `.grad` now, divided by `scale`, as delivered."""
         for name, param in self._params.items():
             if param.grad is not None:
-                self._delivered[name] += param.grad.double() / scale
+                self._delivered[name] += param.grad.double().cpu() / scale
 
     def error(self) -> float:
         """Return the largest |due - delivered - owed| over the largest due, over all parameters. Collective."""
@@ -125,7 +125,7 @@ class Ledger:
             owed = torch.zeros_like(due)
             for kind, share in (("worker", 1 / world_size), ("owner", 1.0)):
                 if name in state[kind]:
-                    owed += state[kind][name].double() * share / state["loss_scale"]
+                    owed += state[kind][name].double().cpu() * share / state["loss_scale"]
             mean = due / world_size
             dist.all_reduce(owed)
             dist.all_reduce(mean)

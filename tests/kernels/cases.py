@@ -142,6 +142,16 @@ def min_max(bits: int, block: int, bagua: bool = False, stochastic: bool = False
     return Kind(label, "min_max", nbytes, {**settings, "stochastic": stochastic}, settings)
 
 
+def fixed_point(bits: int, block: int) -> Kind:
+    """Return the kind for any block size; `block` = 0 is the whole partition."""
+
+    def nbytes(n: int) -> int:
+        return 2 * -(-n // (block or max(n, 1))) + codes_nbytes(n, bits, block or max(n, 1))
+
+    settings = {"bits": bits, "block": block}
+    return Kind(f"fixed_point{bits}-{block or 'partition'}", "fixed_point", nbytes, settings, settings)
+
+
 def _top_k(
     dtype: torch.dtype, label: str, num_kept: Callable[[int], int], selection: str = "exact", chunked: bool = False
 ) -> Kind:
@@ -255,6 +265,7 @@ KINDS = [
     *(min_max(bits, block) for bits, block in ((1, 0), (1, 33), (2, 512), (4, 0), (5, 2000), (8, 512), (8, 1))),
     *(min_max(bits, block, stochastic=True) for bits, block in ((1, 512), (3, 0), (4, 33), (8, 2000))),
     *(min_max(bits, block, bagua=True) for bits, block in ((2, 33), (4, 0), (7, 2000), (8, 512), (8, 0))),
+    *(fixed_point(bits, block) for bits, block in ((2, 0), (3, 33), (4, 512), (7, 2000), (8, 512), (8, 0), (8, 1))),
     *(block_cast(format, block) for format in FORMATS for block in (33, 512, 2000)),
     *(
         Kind(f"one_bit-{'rms' if rms else 'l1'}", "one_bit", lambda n: 4 + -(-n // 8), {"rms": rms})

@@ -37,6 +37,7 @@ LABELS = {
         "global_linear4-3-10-squared",
         "global_exponential8-126-10-squared",
     ),
+    *("fixed_point7-2000", "fixed_point8-512"),
     *("min_max3-partition-affine-stochastic", "min_max8-512-affine", "min_max7-2000-bagua"),
     *(
         "cnat8",

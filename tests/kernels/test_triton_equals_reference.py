@@ -48,17 +48,9 @@ FEW = {
     *("e4m3-33", "e5m2-512", "e3m0-33", "e3m0-512", "sign"),
     *("one_bit-l1", "one_bit-rms", "top_k-float32-half", "top_k-float16-percent", "top_k-natural-half-bisect-chunked"),
     *("top_k-float32-half-sampled", "random_k-float32-0.3-7-scaled", "random_k-float16-1/10-1"),
-    *(
-        "top_chunks-float16-0.3-64",
-        "global_linear4-3-10-squared",
-        "global_exponential8-126-10-squared",
-    ),
+    *("top_chunks-float16-0.3-64", "global_linear4-3-10-squared", "global_exponential8-126-10-squared"),
     *("min_max4-33-affine-stochastic", "min_max8-512-affine", "min_max2-33-bagua"),
-    *(
-        "top_chunks-float16-0.3-64",
-        "global_linear4-3-10-squared",
-        "global_exponential8-126-10-squared",
-    ),
+    *("fixed_point4-512", "fixed_point3-33", "fixed_point8-partition"),
     *("cnat8", "cnat9", "int4-512-stochastic-rotation32", "ternary-33-clip2.5"),
 }
 SOME = [kind for kind in KINDS if not INTERPRETED or kind.name == "cast" or kind.label in FEW]

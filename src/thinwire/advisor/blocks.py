@@ -81,16 +81,15 @@ class Blocks:
 
         encode reads x and writes the bytes. With feedback it also reads and writes the residual. decode reads the bytes
         and writes all values, accumulate reads and writes those it adds to. Sparse kinds, which send fewer values than
-        there are, only add to the lines of those; and where both sides draw the places, encoding reads only these.
+        there are, only add to the lines of those; but each value is read, to tell that all are finite.
         """
         whole, wire = 4 * self.out.numel(), self.data.numel()
-        touched = read = whole
+        touched = whole
         if self.compressor.holds_back(self.specs[0]):
             self._decode_all(None)
             touched = _lines_nbytes(self.out)
-            read = touched if self.compressor.shared_key else whole
         return {
-            "encode": read + wire,
+            "encode": whole + wire,
             "encode_feedback": 3 * whole + wire,
             "decode": wire + whole,
             "accumulate": wire + 2 * touched,

@@ -44,7 +44,9 @@ class Driving:
 THINWIRE = Driving()
 """`OverlappedDriver` as `attach` makes it."""
 ONE_STREAM = Driving(lane_sets=1, lanes=1)
-"""One collective after the other, in order: NCCL."""
+"""One collective after the other, in order, as backends run DDP's own."""
+AFTER_BACKWARD = Driving(lane_sets=1, lanes=1, overlap=False)
+"""As research code runs compression, which else competes with backward for the same accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,10 @@ from numpy.typing import NDArray
 
 from thinwire.advisor.occupancy import Numbers
 from thinwire.advisor.profile import Cluster, Operation
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Round, SendRecv
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
+from thinwire.errors import ThinwireError
+
+_SERVERS = "expected an exchange between ranks: what parameter servers do is not predicted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,8 @@ def traffic(round_: Round, hosts: int, ranks_per_host: int) -> Traffic:
             )
         case SendRecv():
             return _send_recv(round_, hosts, ranks_per_host)
+        case Push() | Pull():
+            raise ThinwireError(_SERVERS)
 
 
 def _all_to_all(nbytes: Numbers, hosts: int, ranks_per_host: int) -> Traffic:
@@ -119,3 +124,5 @@ def pair_nbytes(round_: Round, source: int, target: int, cluster: Cluster) -> fl
             return float(round_.sent_nbytes(0)) if target == (source + 1) % cluster.hosts else 0.0
         case SendRecv(moves):
             return float(sum(stop - start for s, t, start, stop in moves if s in sources and t in targets))
+        case Push() | Pull():
+            raise ThinwireError(_SERVERS)

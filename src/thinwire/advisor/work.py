@@ -29,7 +29,7 @@ def work(layout: MessageLayout, kernels: Kernels) -> list[Numbers]:
 
     A two-shot exchange encodes all, decodes `world_size` contributions to what a rank owns and encodes their mean, and
     decodes all; a gathering one decodes `world_size` contributions to everything; a tree merges what arrives; with
-    nodes, representatives add up their node. As `thinwire.integrations.codec` measures it. A statistic counts with
+    nodes, representatives add up their node. As `thinwire.codec` measures it. A statistic counts with
     its encode.
 
     Raises:

@@ -17,8 +17,11 @@ from thinwire.aggregators.message import Message as Message
 from thinwire.aggregators.message import Section as Section
 from thinwire.aggregators.nodes import Nodes as Nodes
 from thinwire.aggregators.power_sgd import PowerSGD as PowerSGD
+from thinwire.aggregators.push_pull import PushPull as PushPull
 from thinwire.aggregators.reduce_scatter import ReduceScatter as ReduceScatter
 from thinwire.aggregators.shard_all_gather import ShardAllGather as ShardAllGather
+from thinwire.aggregators.staging import Staging as Staging
+from thinwire.aggregators.staging import work_memory as work_memory
 from thinwire.aggregators.sum_on_wire import SumOnWire as SumOnWire
 from thinwire.aggregators.tree import TreeReduce as TreeReduce
 from thinwire.aggregators.two_shot import TwoShot as TwoShot

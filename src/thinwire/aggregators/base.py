@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from thinwire.aggregators.checks import typical_contract
+from thinwire.aggregators.checks import owes_nothing
 from thinwire.comm.rounds import Exchange, Round
-from thinwire.compressors import Compressor, is_exact
+from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback, Slot
 from thinwire.spec import BlockSpec
 
@@ -47,8 +47,9 @@ class Aggregator(ABC):
         """What must be kept of a parameter between steps."""
         if self.feedback is None:
             return frozenset()
-        up, down = (is_exact(typical_contract(compressor)) for compressor in (self.up, self.down))
-        return self.feedback.slots(exact_up=up, exact_down=down, owners=self.has_owners)
+        return self.feedback.slots(
+            exact_up=owes_nothing(self.up), exact_down=owes_nothing(self.down), owners=self.has_owners
+        )
 
     @abstractmethod
     def recipe(self) -> str:

@@ -1,6 +1,6 @@
 """Which compressors may go with which feedback."""
 
-from thinwire.compressors import Compressor, Contract, Contractive, Sign, Unbiased, needs_feedback
+from thinwire.compressors import Compressor, Contract, Contractive, Sign, Unbiased, is_exact, needs_feedback
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21, ErrorFeedback, Feedback
 from thinwire.spec import BlockSpec
@@ -13,6 +13,12 @@ def typical_contract(compressor: Compressor) -> Contract:
     return compressor.contract(_TYPICAL[compressor.unit])
 
 
+def owes_nothing(compressor: Compressor) -> bool:
+    """Return whether nothing is to be made up for later: all arrives, or the mean over what is drawn does."""
+    contract = typical_contract(compressor)
+    return is_exact(contract) or isinstance(contract, Unbiased)
+
+
 def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
     """Raise `RecipeError` for a lossy kind without feedback, and for feedback that a kind diverges under."""
     contract = typical_contract(compressor)
@@ -21,7 +27,7 @@ def check_feedback(compressor: Compressor, feedback: Feedback | None) -> None:
             f"{compressor.recipe()}: its contract is {contract}, too weak to train without feedback; "
             "pass feedback=ErrorFeedback()"
         )
-    if feedback is not None and isinstance(contract, Unbiased):
+    if feedback is not None and isinstance(contract, Unbiased) and not feedback.takes_unbiased:
         raise RecipeError(
             f"{compressor.recipe()}: unbiased kinds diverge under error feedback unless scaled by 1/(1+omega); "
             "drop the feedback, or scale it, as 'scaled:linear:3' is, or round to nearest"

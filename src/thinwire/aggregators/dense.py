@@ -7,7 +7,7 @@ import torch
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.message import MEAN, Message
-from thinwire.comm.rounds import AllReduce, Exchange, Transfer
+from thinwire.comm.rounds import AllReduce, Exchange
 from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import RecipeError
 from thinwire.feedback import Feedback
@@ -81,10 +81,10 @@ class Dense(Aggregator):
         assert message.flat is not None
         message.flat.mul_(1.0 / message.layout.world_size)  # as DDP: a product, not a division
         if message.flat.dtype == reduce.dtype:
-            yield Transfer(reduce, message.flat, message.flat)
+            yield from message.all_reduce(reduce, message.flat)
         else:
             narrow = message.flat.to(reduce.dtype)
-            yield Transfer(reduce, narrow, narrow)
+            yield from message.all_reduce(reduce, narrow)
             message.flat.copy_(narrow)
         # Equal on all ranks, since all hold the same sum. The extremes are nan where any value is: one pass, no memory.
         if message.flat.numel() and not all(bool(x.isfinite()) for x in message.flat.aminmax()):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, check_votes, feedback_suffix
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.statistic import agree, statistic_round
@@ -124,7 +125,7 @@ class Gather(Aggregator):
             for source, data in enumerate(sources):
                 message.decode(section, data, accumulate=source > 0)
             for block in message.blocks:
-                block.value.div_(world_size)
+                divide_(block.value, world_size)
             message.settle()
             message.note_nonfinite_means()
         message.buffers.give(gathered)

@@ -36,14 +36,18 @@ def write_header(out: Tensor, num_names: int, used: int, nonfinite: int, loss_sc
     """Write a header: the loss scale, both bitmaps in whole little-endian bytes, then zeros."""
     width = -(-num_names // 8)
     header = np.float32(loss_scale).tobytes() + used.to_bytes(width, "little") + nonfinite.to_bytes(width, "little")
-    out.numpy()[:] = np.frombuffer(header.ljust(out.numel(), b"\0"), np.uint8)
+    header = header.ljust(out.numel(), b"\0")
+    if out.is_cpu:
+        out.numpy()[:] = np.frombuffer(header, np.uint8)
+    else:
+        out.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
 def read_header(data: Tensor, num_names: int) -> tuple[int, int, bytes]:
     """Return the bitmaps "used" and "not finite" of a header, and the bits of the loss scale."""
     width = -(-num_names // 8)
     data = data[: _SCALE_NBYTES + 2 * width]
-    scale, header = (part.numpy().tobytes() for part in data.tensor_split([_SCALE_NBYTES]))
+    scale, header = (part.numpy().tobytes() for part in data.cpu().tensor_split([_SCALE_NBYTES]))
     return int.from_bytes(header[:width], "little"), int.from_bytes(header[width:], "little"), scale
 
 
@@ -85,7 +89,7 @@ def read_flags(
     data: Tensor, names: Sequence[str], op: Literal["sum", "max"]
 ) -> tuple[set[str], set[tuple[int, str]], bool]:
     """Return which parameters no rank used, who (or `MANY`) was not finite in what, and if loss scales differ."""
-    flags, scale = data.to(torch.float32).tensor_split([-2 * _SCALE_BITS])
+    flags, scale = data.to("cpu", torch.float32).tensor_split([-2 * _SCALE_BITS])
     used, *who = flags.view(-1, len(names)).numpy()
     bad: set[tuple[int, str]] = set()
     for i in who[0].nonzero()[0]:

@@ -17,6 +17,7 @@ from thinwire.aggregators.checks import (
     feedback_suffix,
     typical_contract,
 )
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import header_nbytes, read_header
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.aggregators.nodes import Nodes, sizes_for
@@ -24,7 +25,6 @@ from thinwire.comm.rounds import Exchange, SendRecv, Transfer
 from thinwire.compressors import Cast, Compressor, Identity, is_exact
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
-from thinwire.kernels import active
 from thinwire.wire import split
 
 _DTYPES = {None: "", torch.float16: ":fp16", torch.bfloat16: ":bf16"}
@@ -195,8 +195,7 @@ class Hierarchical(Aggregator):
         send, received = buffers.take(sum(sizes)), buffers.take(gather.received_nbytes(rank))
         bad = message.encode(inside, send)
         with message.timed_encode():
-            values = [message.blocks[place].value for place in represented.places]
-            finite = active().all_finite(values, threads=message.threads)
+            finite = message.all_finite(represented.places)
         bad |= {layout.partitions[p].name for p, ok in zip(represented.places, finite, strict=True) if not ok}
         headers = buffers.take(header)
         message.write_header(headers, bad, used=True)
@@ -239,7 +238,7 @@ class Hierarchical(Aggregator):
             for j, block in enumerate(sums):
                 message.decode(own_up, block[header * counts[j] :], accumulate=j > 0)
             for place in own_up.places:
-                message.blocks[place].value.div_(world_size)
+                divide_(message.blocks[place].value, world_size)
             bad = message.encode(own_down, mine)
         else:
             message.hold(own_down)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence, Set
+from collections.abc import Container, Generator, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from thinwire.aggregators.base import MessageLayout, Partition
 from thinwire.aggregators.buffers import BufferPool
 from thinwire.aggregators.header import MANY, bitmap, names_in, read_flags, read_header, write_flags, write_header
+from thinwire.aggregators.staging import Staging, joined
 from thinwire.aggregators.undo import Undo
-from thinwire.comm.rounds import AllReduce
+from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.comm.tracing import span
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback, Memory, Slot
-from thinwire.kernels import DecodeBatch, EncodeBatch, active
+from thinwire.kernels import DecodeBatch, EncodeBatch, serving_device
 from thinwire.random import OWNER_STREAM, SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
 
@@ -38,6 +39,7 @@ class Block:
         unit_ratio: the part of it that converts units (loss scale, learning rate), without the decay.
         gradient_scale: factor on the gradient in this step: clipping.
         used: whether this rank's backward reached the parameter in this step.
+        learning_rate: of this step, where feedback corrects for it.
     """
 
     partition: Partition
@@ -49,6 +51,7 @@ class Block:
     unit_ratio: float = 1.0
     gradient_scale: float = 1.0
     used: bool = True
+    learning_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +90,7 @@ class _Encode:
     batches: Sequence[tuple[_Group, EncodeBatch]]
     remembering: Sequence[tuple[Feedback, Block]]  # blocks whose feedback keeps more than a residual
     seen: Section | None  # those whose feedback wants to see what was sent
+    spans: Sequence[tuple[int, int]]  # the bytes that encoding writes
 
 
 @dataclass(slots=True, eq=False)
@@ -104,12 +108,14 @@ class Message:
         loss_scale: the factor that gradients of this rank came with.
         name: what traces call it.
         threads: native threads per kernel call.
-        buffers: where work memory comes from.
+        buffers: where the memory comes from that blocks travel from and to.
+        staging: copies between that and the values' device, where the wire cannot reach the device's memory.
         flat: the gradients as one contiguous tensor, for messages sent uncompressed by all-reduce.
         sections: what the aggregator prepared for this message; its own business.
         nonfinite: (rank, MEAN or MANY, parameter) of every contribution that was not finite; equal on all ranks.
         unused: parameters that no rank's backward reached; equal on all ranks.
         scales_differ: whether ranks had different loss scales, so that nothing was delivered; equal on all ranks.
+        undelivered: whether what servers answered in the last step came to nothing, so that they must take it back.
         encode_s, decode_s: wall seconds spent in kernels.
     """
 
@@ -121,11 +127,13 @@ class Message:
     name: str = ""
     threads: int = 1
     buffers: BufferPool = field(default_factory=BufferPool)
+    staging: Staging | None = None
     flat: Tensor | None = None
     sections: tuple[Section, ...] = ()
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())
     unused: set[str] = field(default_factory=lambda: set())
     scales_differ: bool = False
+    undelivered: bool = False
     encode_s: float = 0.0
     decode_s: float = 0.0
     _statistics: Tensor | None = None
@@ -141,12 +149,18 @@ class Message:
         self.encode_s = self.decode_s = 0.0
 
     @property
+    def near(self) -> BufferPool:
+        """Where work memory beside the values comes from."""
+        return self.buffers if self.staging is None else self.staging.near
+
+    @property
     def statistics(self) -> Tensor:
         """What ranks agree on before they encode: (numel of the first round,) float32, the same tensor every step."""
         if self._statistics is None:
             agreement = self.layout.rounds[0]
             assert isinstance(agreement, AllReduce)
-            self._statistics = torch.zeros(agreement.numel, dtype=torch.float32)
+            device = self.blocks[0].value.device
+            self._statistics = torch.zeros(agreement.numel, dtype=torch.float32, device=device)
         return self._statistics
 
     def measure(self, section: Section, out: Tensor) -> set[str]:
@@ -170,18 +184,24 @@ class Message:
         with self.timed_encode():
             prepared = self._encodes[section] if self._measured is section else self._ready(section)
             self._measured = None
+            near = out if self.staging is None else self.staging.near.take(out.numel())
             for group, batch in prepared.batches:
-                batch.at(out, step=self.step, residual_scales=self._residual_scales(group))
+                batch.at(near, step=self.step, residual_scales=self._residual_scales(group))
                 finite = group.compressor.encode_jobs(batch, group.specs, threads=self.threads)
                 if not all(finite):
                     pairs = zip(group.places, finite, strict=True)
                     bad |= {self.blocks[place].partition.name for place, ok in pairs if not ok}
         if prepared.seen is not None and not bad:  # else all of the message is put back
-            self.decode(prepared.seen, out)
+            with self.timed_decode():
+                self._decode(prepared.seen, near, accumulate=False)
             for place in prepared.seen.places:
                 block = self.blocks[place]
                 assert block.partition.aggregator.feedback is not None
                 block.partition.aggregator.feedback.after_up(block.value, block.memory)
+        if self.staging is not None:
+            if not bad:  # else nobody will decode it, and the caller may write something else
+                self.staging.send(near, out, prepared.spans)
+            self.staging.near.give(near)
         return bad
 
     def _ready(self, section: Section) -> _Encode:
@@ -217,16 +237,21 @@ class Message:
 
     def note_nonfinite_means(self) -> None:
         """Note means that are not finite, where all ranks hold the same sums: they may overflow where no rank did."""
-        finite = active().all_finite([block.value for block in self.blocks], threads=self.threads)
+        finite = self.all_finite(range(len(self.blocks)))
         pairs = zip(self.layout.partitions, finite, strict=True)
         self.nonfinite |= {(MEAN, partition.name) for partition, ok in pairs if not ok}
+
+    def all_finite(self, places: Sequence[int]) -> list[bool]:
+        """Return, of each block, whether all its values are finite."""
+        values = [self.blocks[place].value for place in places]
+        return serving_device(values[0]).all_finite(values, threads=self.threads) if values else []
 
     def hold(self, section: Section) -> _Encode:
         """Copy what is kept of blocks; of those that are not encoded in this step, so that `finish` finds them too."""
         if section not in self._encodes:
             self._encodes[section] = self._prepare_encode(section)
         prepared = self._encodes[section]
-        prepared.undo.save(self.buffers)
+        prepared.undo.save(self.near)
         return prepared
 
     def settle(self) -> None:
@@ -241,11 +266,30 @@ class Message:
     def decode(self, section: Section, data: Tensor, *, accumulate: bool = False) -> None:
         """Set the values of blocks from their bytes in `data`, or add to them."""
         with self.timed_decode():
-            if section not in self._decodes:
-                self._decodes[section] = self._prepare_decode(section)
-            for group, batch in self._decodes[section]:
-                batch.at(data, step=self.step, alpha=1.0 if accumulate else None)
-                group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
+            if self.staging is None:
+                self._decode(section, data, accumulate=accumulate)
+                return
+            near = self.staging.fetch(data)
+            self._decode(section, near, accumulate=accumulate)
+            self.staging.near.give(near)
+
+    def _decode(self, section: Section, near: Tensor, *, accumulate: bool) -> None:
+        if section not in self._decodes:
+            self._decodes[section] = self._prepare_decode(section)
+        for group, batch in self._decodes[section]:
+            batch.at(near, step=self.step, alpha=1.0 if accumulate else None)
+            group.compressor.decode_jobs(batch, group.specs, threads=self.threads)
+
+    def all_reduce(self, combine: AllReduce, numbers: Tensor) -> Exchange:
+        """Combine numbers that lie beside the values, in place."""
+        if self.staging is None:
+            yield Transfer(combine, numbers, numbers)
+            return
+        pinned = self.staging.pinned.take(numbers.nbytes).view(numbers.dtype)
+        self.staging.device.copy(pinned, numbers)
+        yield Transfer(combine, pinned, pinned)
+        self.staging.device.copy(numbers, pinned)
+        self.staging.pinned.give(pinned)
 
     def _prepare_encode(self, section: Section) -> _Encode:
         residuals = {
@@ -255,7 +299,9 @@ class Message:
         own = self.rank if section.stream is None else section.stream
         stream = OWNER_STREAM if section.down else own
         prepared: list[tuple[_Group, EncodeBatch]] = []
+        spans: list[tuple[int, int]] = []
         for group, starts, nbytes in self._groups(section):
+            spans += [(start, start + size) for start, size in zip(starts, nbytes, strict=True)]
             values = [self.blocks[place].value for place in group.places]
             keys = self._keys(group, SHARED_STREAM if group.compressor.shared_key else stream)
             owed = [residuals[place] for place in group.places]
@@ -276,7 +322,7 @@ class Message:
         kept.sort(key=lambda one: one[0])  # neighbours in memory are copied as one
         places, starts = ([numbers[i] for i in seen] for numbers in (section.places, section.starts))
         undo = Undo([(place, tensor) for _, place, tensor in kept])
-        return _Encode(undo, prepared, remembering, Section(places, starts) if seen else None)
+        return _Encode(undo, prepared, remembering, Section(places, starts) if seen else None, joined(spans))
 
     def _prepare_decode(self, section: Section) -> list[tuple[_Group, DecodeBatch]]:
         prepared: list[tuple[_Group, DecodeBatch]] = []
@@ -313,16 +359,17 @@ class Message:
             group = _Group(compressor, [place for place, _ in found], specs)
             yield group, [start for _, start in found], [compressor.nbytes(spec) for spec in specs]
 
-    def restore(self) -> None:
-        """Put residuals back to their values from before this step, in the units they then had."""
-        for prepared in self._encodes.values():
-            for residual, saved in prepared.undo.saved():
-                residual.copy_(saved)
+    def restore(self, places: Container[int] | None = None) -> None:
+        """Put residuals (of some blocks) back to their values from before this step, in the units they then had."""
+        for undo in (prepared.undo for prepared in self._encodes.values()):
+            for (place, residual), (_, saved) in zip(undo.residuals, undo.saved(), strict=False):  # saved: all or none
+                if places is None or place in places:
+                    residual.copy_(saved)
 
     def forget(self) -> None:
         """Give the memory that `restore` needs back."""
         for prepared in self._encodes.values():
-            prepared.undo.forget(self.buffers)
+            prepared.undo.forget(self.near)
 
     def finish(self) -> None:
         """Apply the non-finite and unused rules once all values are there. Call at the end of every exchange.
@@ -331,18 +378,20 @@ class Message:
         """
         if not self.nonfinite:
             # A mean that float32 holds may be too large for a 16-bit parameter. All ranks have the same values.
-            for block in self.blocks:
-                dtype = block.partition.dtype
-                if dtype.itemsize < 4 and not bool(block.value.to(dtype).isfinite().all()):
-                    self.nonfinite.add((MEAN, block.partition.name))
+            narrow = [block for block in self.blocks if block.partition.dtype.itemsize < 4]
+            fits = [block.value.to(block.partition.dtype).isfinite().all() for block in narrow]
+            if fits and not bool(torch.stack(fits).all()):  # waits for a device once
+                pairs = zip(narrow, fits, strict=True)
+                self.nonfinite |= {(MEAN, block.partition.name) for block, fit in pairs if not bool(fit)}
         if self.nonfinite:
             for block in self.blocks:
                 block.value.fill_(float("nan"))
-            self._put_back(set(self.layout.names))
+            self.put_back(set(self.layout.names))
         elif self.unused:  # DDP discards what is delivered for these
-            self._put_back(self.unused)
+            self.put_back(self.unused)
 
-    def _put_back(self, names: Set[str]) -> None:
+    def put_back(self, names: Set[str]) -> None:
+        """Let what these parameters owe stay owed, in the units of this step."""
         for undo in (prepared.undo for prepared in self._encodes.values()):
             for (place, kept), (_, saved) in zip(undo.residuals, undo.saved(), strict=True):
                 block = self.blocks[place]
@@ -360,7 +409,7 @@ class Message:
         self.unused, nonfinite, differ = read_flags(data, self.layout.names, op)
         self.nonfinite |= nonfinite
         if differ:
-            self._refuse()
+            self.refuse()
 
     def write_header(self, out: Tensor, nonfinite: Set[str], *, used: bool) -> None:
         """Write which parameters this rank's backward reached (none unless `used`), and what is not finite."""
@@ -375,22 +424,28 @@ class Message:
     def read_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all ranks say, rank 0 first."""
         names, reached, scales = self.layout.names, 0, set[bytes]()
-        for rank, data in enumerate(headers):
+        for rank, data in enumerate(self._on_host(headers)):
             used, nonfinite, scale = read_header(data, len(names))
             reached |= used
             scales.add(scale)
             self.nonfinite |= {(rank, name) for name in names_in(nonfinite, names)}
         self.unused = names_in(((1 << len(names)) - 1) & ~reached, names)
         if len(scales) > 1:
-            self._refuse()
+            self.refuse()
 
-    def _refuse(self) -> None:
+    def _on_host(self, headers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return headers where they can be read; those on a device in one copy."""
+        if not headers or headers[0].is_cpu:
+            return headers
+        return torch.stack([data[: self.layout.header_nbytes] for data in headers]).cpu().unbind()
+
+    def refuse(self) -> None:
         """Deliver nothing: what ranks sent is in different units."""
         self.scales_differ = True
         self.nonfinite |= {(MANY, name) for name in self.layout.names}
 
     def read_mean_headers(self, headers: Sequence[Tensor]) -> None:
         """Note what the headers of all owners say about the mean."""
-        for data in headers:
+        for data in self._on_host(headers):
             _, nonfinite, _ = read_header(data, len(self.layout.names))
             self.nonfinite |= {(MEAN, name) for name in names_in(nonfinite, self.layout.names)}

@@ -8,20 +8,15 @@ import torch
 from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import num_flags
-from thinwire.aggregators.message import MEAN, Message, Section
-from thinwire.comm.rounds import AllReduce, Exchange, Transfer
+from thinwire.aggregators.message import MEAN, Block, Message, Section
+from thinwire.comm.rounds import AllReduce, Exchange
 from thinwire.compressors import Compressor, Identity, LowRank
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
-from thinwire.kernels.low_rank import (
-    ErrorForm,
-    draw_q,
-    effective_rank,
-    matrix_shape,
-    orthogonalise_,
-    reconstruct,
-)
+from thinwire.kernels import serving_device
+from thinwire.kernels.low_rank import ErrorForm, effective_rank, matrix_shape
 from thinwire.random import SHARED_STREAM, Key
 from thinwire.spec import BlockSpec
 
@@ -159,7 +154,8 @@ class PowerSGD(Aggregator):
         if not message.sections:
             message.sections = (Section(range(len(layout.partitions)), layout.up),)
         message.hold(message.sections[0])
-        buffers = [message.buffers.take(4 * r.numel) for r in layout.rounds if isinstance(r, AllReduce)]
+        rounds = [r for r in layout.rounds if isinstance(r, AllReduce)]
+        buffers = [message.near.take(4 * r.numel) for r in rounds]
         first, *second = [buffer.view(torch.float32) for buffer in buffers]
         matrices = [_Matrix(message, place) for place, p in enumerate(layout.partitions) if p.aggregator.slots]
         riding = [i for i, p in enumerate(layout.partitions) if not p.aggregator.slots]
@@ -168,18 +164,19 @@ class PowerSGD(Aggregator):
             bad: set[str] = set()
             for matrix in matrices:
                 matrix.begin()
-            _orthogonalise([matrix.known for matrix in matrices])
+            _orthogonalise([matrix.known for matrix in matrices], message.threads)
             for matrix in matrices:
                 if not matrix.multiply(first):
                     bad.add(matrix.name)
             for place in riding:
                 value = message.blocks[place].value
+                _deliver_owed(message.blocks[place])
                 _part(first, layout.up[place], value.numel()).copy_(value)
                 if not bool(value.isfinite().all()):
                     bad.add(layout.partitions[place].name)
             flags = first[: layout.header_nbytes // 4]
             message.write_flags(flags, bad, "sum")
-        yield Transfer(layout.rounds[0], first, first)
+        yield from message.all_reduce(rounds[0], first)
 
         message.read_flags(flags, "sum")
         if not message.nonfinite:
@@ -189,10 +186,10 @@ class PowerSGD(Aggregator):
                 if message.nonfinite:
                     second[0].zero_()  # it travels all the same: ranks keep to one schedule
                 else:
-                    _orthogonalise([matrix.found(first) for matrix in matrices])
+                    _orthogonalise([matrix.found(first) for matrix in matrices], message.threads)
                     for matrix in matrices:
                         matrix.multiply_back(first, second[0])
-            yield Transfer(layout.rounds[1], second[0], second[0])
+            yield from message.all_reduce(rounds[1], second[0])
 
         if not message.nonfinite:
             with message.timed_decode():
@@ -200,10 +197,10 @@ class PowerSGD(Aggregator):
                     matrix.deliver(first, second[0] if second else None, world_size)
                 for place in riding:
                     block = message.blocks[place]
-                    block.value.copy_(_part(first, layout.up[place], block.value.numel())).div_(world_size)
+                    divide_(block.value.copy_(_part(first, layout.up[place], block.value.numel())), world_size)
             message.note_nonfinite_means()
         for buffer in buffers:
-            message.buffers.give(buffer)
+            message.near.give(buffer)
         message.finish()
 
 
@@ -217,6 +214,13 @@ def _part(numbers: Tensor, start_nbytes: int, numel: int) -> Tensor:
     return numbers[start_nbytes // 4 : start_nbytes // 4 + numel]
 
 
+def _deliver_owed(block: Block) -> None:
+    """Add what a phase that compressed it has left to a tensor that now travels as it is."""
+    if block.residual is not None:
+        block.value.add_(block.residual.mul_(block.residual_scale))
+        block.residual.zero_()
+
+
 class _Matrix:
     """One matrix in one step. Factors lie column after column: (r, m) and (r, n) in memory."""
 
@@ -227,7 +231,7 @@ class _Matrix:
         assert settings.rank is not None
         assert block.residual is not None
         self.name = block.partition.name
-        self._block, self._settings, self._step = block, settings, message.step
+        self._block, self._settings, self._step, self._threads = block, settings, message.step, message.threads
         self._starts = message.layout.up[place], message.layout.down[place]
         (m, n), self._rank = matrix_shape(shape), effective_rank(shape, settings.rank)
         self._matrix, self._value = block.residual.view(m, n), block.value.view(m, n)
@@ -249,7 +253,8 @@ class _Matrix:
         if bool(empty.any()):
             partition = block.partition
             key = Key(partition.key, self._step, SHARED_STREAM)
-            self.known[empty] = draw_q(key, columns, self._rank).mT[empty]
+            drawn = serving_device(empty).draw_q(key, columns, self._rank, empty.device)
+            self.known[empty] = drawn.mT[empty]
 
     def found(self, numbers: Tensor) -> Tensor:
         """Return the factor of the first round, (r, rows), where it lies in the buffer."""
@@ -278,23 +283,23 @@ class _Matrix:
     def deliver(self, numbers: Tensor, second: Tensor | None, world_size: int) -> None:
         """Put the mean together, and keep the factor that was summed last."""
         if second is None:
-            last = self.found(numbers).div_(world_size)
-            reconstruct(last.mT, self.known.mT, out=self._value)
+            last = divide_(self.found(numbers), world_size)
+            serving_device(last).reconstruct(last.mT, self.known.mT, out=self._value, threads=self._threads)
         else:
-            last = self._back(second).div_(world_size)
-            reconstruct(self.found(numbers).mT, last.mT, out=self._value)
+            last = divide_(self._back(second), world_size)
+            serving_device(last).reconstruct(self.found(numbers).mT, last.mT, out=self._value, threads=self._threads)
         if self._settings.error == "aggregated":
             self._matrix.sub_(self._value)
         self._memory[: last.numel()].copy_(last.view(-1))
 
 
-def _orthogonalise(factors: Sequence[Tensor]) -> None:
+def _orthogonalise(factors: Sequence[Tensor], threads: int) -> None:
     """Make the rows of every factor orthonormal, in place; those of one shape together, since most are small."""
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for factor in factors:
         groups.setdefault(tuple(factor.shape), []).append(factor)
     for group in groups.values():
         together = torch.stack(group)
-        orthogonalise_(together.mT)
+        serving_device(together).orthogonalise_(together.mT, threads=threads)
         for factor, done in zip(group, together, strict=True):
             factor.copy_(done)

@@ -8,7 +8,7 @@ from torch import Tensor
 from thinwire.aggregators.base import Partition
 from thinwire.aggregators.header import num_flags
 from thinwire.aggregators.message import MEAN, Message, Section
-from thinwire.comm.rounds import AllReduce, Exchange, Transfer
+from thinwire.comm.rounds import AllReduce, Exchange
 
 
 def statistic_round(
@@ -47,7 +47,7 @@ def agree(message: Message, section: Section, out: Tensor) -> Exchange:
     names, vector = message.layout.names, message.statistics
     flags = vector[: num_flags(len(names), reduce.op)]
     message.write_flags(flags, message.measure(section, out), reduce.op)
-    yield Transfer(reduce, vector, vector)
+    yield from message.all_reduce(reduce, vector)
     message.read_flags(flags, reduce.op)
     if not message.nonfinite and not bool(vector[flags.numel() :].isfinite().all()):
         # All are finite alone, but not together.

@@ -8,6 +8,7 @@ import torch
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, feedback_suffix
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import num_flags
 from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.statistic import agree, statistic_round
@@ -131,7 +132,7 @@ class SumOnWire(Aggregator):
         if not message.nonfinite:
             message.decode(section, data)
             for block in message.blocks:
-                block.value.div_(layout.world_size)
+                divide_(block.value, layout.world_size)
             message.settle()
             message.note_nonfinite_means()
         message.buffers.give(data)

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.halving import Merge, halving
 from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.owners import fill, places_of_all
@@ -122,7 +123,7 @@ class TreeReduce(Aggregator):
             message.decode(section, gathered)
             for block in message.blocks:
                 if block.partition.aggregator.up.reducible == "sum":
-                    block.value.div_(world_size)
+                    divide_(block.value, world_size)
         message.buffers.give(data)
         message.buffers.give(gathered)
         message.finish()

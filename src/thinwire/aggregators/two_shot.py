@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from thinwire.aggregators.base import Aggregator, MessageLayout, Partition
 from thinwire.aggregators.checks import check_feedback, check_no_vote, check_one_mask, check_own_scale, feedback_suffix
+from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import header_nbytes
 from thinwire.aggregators.message import Message, Section
 from thinwire.aggregators.owners import fill, places_of_all, places_owned, send_to_owners
@@ -107,7 +108,7 @@ class TwoShot(Aggregator):
             for source, data in enumerate(sources):
                 message.decode(own_up, data, accumulate=source > 0)
             for place in own_up.places:
-                message.blocks[place].value.div_(world_size)
+                divide_(message.blocks[place].value, world_size)
             bad = message.encode(own_down, own)
         else:
             message.hold(own_down)

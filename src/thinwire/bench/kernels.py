@@ -16,9 +16,12 @@ import torch
 
 from thinwire import kernels
 from thinwire.advisor.blocks import PARTITION_NUMEL, Blocks, best_s, torch_threads
+from thinwire.aggregators import PowerSGD
 from thinwire.bench.results import machine
+from thinwire.codec import measure_codec
 from thinwire.compressors import Compressor
 from thinwire.errors import ThinwireError
+from thinwire.plan import build_plan
 
 SMALL_NUMEL = 256  # 1 KiB
 NUM_SMALL = 10_000
@@ -71,6 +74,39 @@ class KernelBench:
         # Kinds that must see matrices are never asked for thousands of small vectors: plans send those dense.
         return rows if compressor.unit == "matrix" else [*rows, self._small_row(compressor, threads)]
 
+    def exchange_rows(self, settings: PowerSGD, threads: int) -> list[dict[str, Any]]:
+        """Return a row for exchanges whose ranks multiply with their matrices in between; see ``docs/kernels.md``.
+
+        Of one rank alone: what it sums is its own. The values are matrices of 256 x 256.
+        """
+        numel = self.x.numel() // PARTITION_NUMEL * PARTITION_NUMEL
+        if not numel:
+            raise ThinwireError(f"expected at least one matrix of {4 * PARTITION_NUMEL} bytes, got {self.nbytes} bytes")
+        with torch_threads(threads):
+            seconds = _exchange_s(settings, numel, threads, self.repeats)
+            copy_s = best_s({"copy": lambda: self._copy.copy_(self.x)}, self.repeats)["copy"]
+        self.copy_s[threads] = min(copy_s, self.copy_s.get(threads, math.inf))
+        reference = None
+        if threads == 1:
+            with reference_kernels(), torch_threads(1):
+                reference = REFERENCE_NBYTES / _exchange_s(settings, REFERENCE_NBYTES // 4, 1, 1) / 1e9
+        floor_nbytes = 4 * 4 * numel  # the gradient and what is owed are read and written
+        return [
+            {
+                "compressor": settings.recipe(),
+                "op": "exchange",
+                "threads": threads,
+                "nbytes": 4 * numel,
+                "partitions": numel // PARTITION_NUMEL,
+                "seconds": seconds,
+                "gb_per_s": 4 * numel / seconds / 1e9,
+                "floor_ratio": seconds / (floor_nbytes / (2 * self.nbytes / copy_s)),
+                "floor_nbytes": floor_nbytes,
+                "copy_s": copy_s,
+                "reference_gb_per_s": reference,
+            }
+        ]
+
     def _reference_s(self, compressor: Compressor) -> dict[str, float]:
         """GB/s of the kernels in plain torch, on fewer values."""
         x = self.x[: REFERENCE_NBYTES // 4]
@@ -105,6 +141,12 @@ class KernelBench:
             "copy_gb_per_s": copies,  # read and written, by threads
         }
         return {"schema": 1, "conditions": conditions, "rows": list(rows), "left_out": dict(left_out)}
+
+
+def _exchange_s(settings: PowerSGD, numel: int, threads: int, repeats: int) -> float:
+    side = math.isqrt(PARTITION_NUMEL)
+    matrices = [(f"matrix {i}", torch.empty(side, side, device="meta")) for i in range(numel // PARTITION_NUMEL)]
+    return measure_codec(build_plan(matrices, settings, 1), 0, threads=threads, repeats=repeats + 1)
 
 
 @contextmanager

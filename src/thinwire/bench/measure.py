@@ -64,6 +64,12 @@ def mean_over_ranks(values: Sequence[float]) -> list[float]:
     return (tensor / dist.get_world_size()).tolist()
 
 
+def mean(values: Iterable[float]) -> float:
+    """Mean; nan for nothing."""
+    values = list(values)
+    return statistics.fmean(values) if values else float("nan")
+
+
 def median(values: Iterable[float]) -> float:
     """Median; nan for nothing."""
     values = list(values)

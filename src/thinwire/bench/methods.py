@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.arithmetic import ring_nbytes
+from thinwire.bench.settings import LocalName, split_local
 
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
@@ -29,12 +30,18 @@ class Attached:
             where the method does not let that be measured.
         link: thinwire's link, or None for a baseline.
         start_step: first step that runs as it will go on.
+        period: steps after which costs repeat; of a local method those between exchanges.
+        settle: makes replicas equal that the method leaves apart, after the training; None where they are.
+        close: ends the exchange, so that further steps are plain ones; None where DDP's ``no_sync`` does.
     """
 
-    planned_nbytes: int
+    planned_nbytes: float
     codec_s: Callable[[], float] | None
     link: Any = None
     start_step: int = 0
+    period: int = 1
+    settle: Callable[[], None] | None = None
+    close: Callable[[], None] | None = None
 
 
 def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> float:
@@ -85,13 +92,47 @@ def attach(
         model.register_comm_hook(state, powerSGD_hook)
         sent = sum(_powersgd_numel(p, rank) for p in parameters)
         return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
+    if (local := split_local(method)) is not None:
+        return _attach_local(local, model, optimizer)
     import thinwire
+    from thinwire.bench.servers import host_nbytes, split_method, start_servers
 
     if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             group["momentum"] = 0.0  # the method applies it
-    link = thinwire.attach(model, method, optimizer=optimizer, start_after=start_after)
-    return Attached(link.plan.sent_nbytes(dist.get_rank()), link.codec_seconds, link, link.phases.plans[-1][0])
+    per_host, recipe = split_method(method)
+    servers = start_servers(per_host) if per_host else None
+    link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after)
+    rank = dist.get_rank()
+    planned = host_nbytes(link.plan, rank, per_host) if per_host else link.plan.sent_nbytes(rank)
+    return Attached(planned, link.codec_seconds, link, link.phases.plans[-1][0])
+
+
+def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> Attached:
+    import thinwire
+
+    assert optimizer is not None, "refused before"
+    model.require_backward_grad_sync = False  # DDP as a plain module: as inside `no_sync()`
+    if name.kind == "streaming":
+        outer = thinwire.StreamingDiLoCo(
+            model.module,
+            optimizer,
+            name.recipe,
+            sync_every=name.sync_every,
+            fragments=name.fragments,
+            overlap=name.overlap,
+        )
+    else:
+        kind = thinwire.LocalSGD if name.kind == "localsgd" else thinwire.DiLoCo
+        outer = kind(model.module, optimizer, name.recipe, sync_every=name.sync_every)
+    return Attached(
+        outer.planned_nbytes() / name.sync_every,
+        None,
+        outer,
+        period=name.sync_every,
+        settle=outer.sync,
+        close=outer.close,
+    )
 
 
 def _ring_nbytes(nbytes: int) -> int:

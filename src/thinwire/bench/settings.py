@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from thinwire.errors import RecipeError
+from thinwire.errors import AttachError, RecipeError
 from thinwire.shapes import MODELS, model_layers
 
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
@@ -13,6 +13,7 @@ BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 
 DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
 
+_LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
 _BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 
@@ -23,7 +24,8 @@ class Settings:
 
     Args:
         workload: ``gpt``, ``digits``, or ``replay:NAME[/SCALE]``.
-        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``) and recipes (``int8``, ``topk:0.01``).
+        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``), recipes (``int8``, ``topk:0.01``), and local
+            methods (``localsgd:H:RECIPE``, ``diloco:H:RECIPE``, ``streaming:H:FRAGMENTS:OVERLAP:RECIPE``).
         nodes: emulated hosts, one rank each.
         rate: of each host's link, both ways, such as ``100mbit``; None leaves it as it is.
         latency: one way, such as ``5ms``; None adds none.
@@ -62,25 +64,71 @@ class Settings:
         return cls(**{**values, "methods": tuple(values["methods"])})
 
 
+@dc.dataclass(frozen=True, slots=True)
+class LocalName:
+    """What the name of a local method says.
+
+    Attributes:
+        kind: ``localsgd``, ``diloco`` or ``streaming``.
+        sync_every: steps between exchanges.
+        recipe: how differences travel.
+        fragments, overlap: of ``streaming``.
+    """
+
+    kind: str
+    sync_every: int
+    recipe: str
+    fragments: int = 1
+    overlap: int = 0
+
+
+def split_local(method: str) -> LocalName | None:
+    """Parts of a local method's name; None for any other method.
+
+    >>> split_local("streaming:30:3:5:e3m0")
+    LocalName(kind='streaming', sync_every=30, recipe='e3m0', fragments=3, overlap=5)
+    """
+    match = _LOCAL.fullmatch(method)
+    if match is None:
+        return None
+    if match[1]:
+        return LocalName(match[1], int(match[2]), match[3])
+    return LocalName(match[4], int(match[5]), match[8], int(match[6]), int(match[7]))
+
+
+def _check_local(name: LocalName) -> None:
+    """Raise ``ThinwireError`` for a rhythm or a recipe that there is not."""
+    from thinwire.algorithms import Rhythm
+    from thinwire.recipes import parse_recipe
+
+    Rhythm(sync_every=name.sync_every, num_fragments=name.fragments, overlap=name.overlap)
+    parse_recipe(name.recipe)
+
+
 def parse_methods(text: str) -> tuple[str, ...]:
     """Split a comma-separated list of methods.
 
     Raises:
-        ValueError: a name that is neither a baseline nor a recipe or schedule, or one given twice.
+        ValueError: a name that is neither a baseline nor a local method, recipe or schedule, or one given twice.
     """
     methods = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in methods:
         if _BASELINE.fullmatch(name):
             continue
+        from thinwire.bench.servers import split_method
         from thinwire.recipes import recipe_names
         from thinwire.schedule import parse_schedule
 
         try:
-            parse_schedule(name)
-        except RecipeError as error:
+            if (local := split_local(name)) is not None:
+                _check_local(local)
+            else:
+                parse_schedule(split_method(name)[1])
+        except (RecipeError, AttachError) as error:
             raise ValueError(
-                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK and "
-                f"thinwire's recipes {', '.join(recipe_names())}"
+                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, "
+                "localsgd:H:RECIPE, diloco:H:RECIPE, streaming:H:FRAGMENTS:OVERLAP:RECIPE, and thinwire's recipes "
+                f"{', '.join(recipe_names())}, also after 'servers:N/'"
             ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")

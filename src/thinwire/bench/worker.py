@@ -96,8 +96,9 @@ class Training:
         done = len(self.step_s)
         if self.settings.steps is not None:
             return self.settings.steps - done
-        if done < MIN_STEPS:
-            return MIN_STEPS - done
+        least = max(MIN_STEPS, measure.WARM_UP_STEPS + self.attached.period)
+        if done < least:
+            return least - done
         left_s = self.settings.seconds - sum(self.step_s)
         steps = max(1, min(10, int(left_s / self.step_s[-1] / 2))) if left_s > 0 else 0
         decision = torch.tensor(steps)
@@ -106,6 +107,12 @@ class Training:
 
     def _record(self) -> dict[str, Any] | None:
         steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), len(self.step_s) - 1)
+        if self.attached.settle is not None:
+            self.attached.settle()
+        if (period := self.attached.period) > 1:
+            # Whole periods: a part of one would have too many exchanges, or too few.
+            num_periods = max((len(self.step_s) - steady) // period, min(1, len(self.step_s) // period))
+            steady = len(self.step_s) - num_periods * period
         codec_s = None
         if self.attached.codec_s is not None:
             dist.barrier()  # all ranks at once, as in the measurement of backward
@@ -118,7 +125,7 @@ class Training:
         )
         mine = {
             "losses": self.losses,
-            "step_s": measure.median(self.step_s[steady:]),
+            "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:]),
             "sent_nbytes": self.sent_nbytes,
             "planned_nbytes": self.attached.planned_nbytes,
             "codec_s": codec_s,
@@ -131,6 +138,8 @@ class Training:
         self.model.train()
         if self.trace_file is not None:
             self._trace(self.trace_file)
+        if self.attached.close is not None:
+            self.attached.close()
         # Right after the training it is compared with: machines grow slower and faster. The model is not used again.
         phases = measure.compute_phases(self.model, self.workload, self.optimizer, COMPUTE_STEPS)
         # The link stays open until the process ends: the model's hook still refers to it.

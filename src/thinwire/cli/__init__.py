@@ -8,7 +8,22 @@ import argparse
 import importlib
 import sys
 
-COMMANDS = ("demo", "bench", "lab", "compressors", "kernels", "record", "replay", "selfcheck", "probe", "advise")
+COMMANDS = (
+    "demo",
+    "bench",
+    "lab",
+    "compressors",
+    "kernels",
+    "record",
+    "replay",
+    "reproduce",
+    "selfcheck",
+    "probe",
+    "advise",
+    "server",
+    "keys",
+    "launch",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

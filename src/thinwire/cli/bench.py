@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
+from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload, split_local
 from thinwire.errors import ThinwireError
 from thinwire.lab.units import MAX_NODES
 
@@ -19,7 +19,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "bench",
         help="measure gradient exchange on a workload and a network of your choice",
-        description="Trains a workload with several methods on an emulated network and compares them.",
+        description=(
+            "Trains a workload with several methods on an emulated network and compares them. `bench server` "
+            "measures a parameter server's own work instead, without a network."
+        ),
     )
     parser.add_argument(
         "--workload",
@@ -61,14 +64,34 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
     from thinwire.cli import validate  # takes its arguments' types from here
 
-    validate.add_parser(parser.add_subparsers(metavar="validate"))
+    others = parser.add_subparsers(dest="what", metavar="server|validate")
+    alone = others.add_parser("server", help="measure a parameter server alone")
+    alone.add_argument("--workers", type=positive_int, default=8, help="that push (default: 8)")
+    alone.add_argument(
+        "--recipes", metavar="A,B", default="onebit,int8,topk:0.01,identity", help="default: %(default)s"
+    )
+    alone.add_argument("--mb", type=positive, default=16.0, help="MiB of one worker's gradient (default: 16)")
+    alone.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    validate.add_parser(others)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark."""
+    if args.what == "server":
+        from thinwire.cli.bench_server import run_server
+
+        return run_server(args.recipes.split(","), args.workers, int(args.mb * (1 << 20)), args.json)
     if args.workload.startswith("replay:") and args.optimizer != "adamw":
         raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
+    local = {method: name.sync_every for method in args.methods if (name := split_local(method)) is not None}
+    if local and args.workload.startswith("replay:"):
+        raise ThinwireError(f"--methods: {next(iter(local))} exchanges what an optimizer changed; a replay has none")
+    longest = max(local, key=lambda method: local[method], default="")
+    if longest and args.steps is not None and args.steps < local[longest]:
+        raise ThinwireError(
+            f"--steps: expected at least {local[longest]}, for one exchange of {longest}, got {args.steps}"
+        )
     settings = Settings(
         workload=args.workload,
         methods=args.methods,

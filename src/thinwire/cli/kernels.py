@@ -5,13 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thinwire.aggregators import PowerSGD
 from thinwire.bench.terminal import Column, open_table
 from thinwire.catalogue import catalogue
 from thinwire.cli.bench import argument, positive_int
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
 from thinwire.compressors import Compressor
 from thinwire.errors import ThinwireError
-from thinwire.recipes import parse_compressor
+from thinwire.recipes import parse_compressor, parse_recipe
 
 COLUMNS = (
     Column("compressor", 26, left=True),
@@ -64,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
             for threads in args.threads:
                 table.status(f"measuring {compressor.recipe()}, {threads} threads")
                 try:
-                    measured = bench.rows(compressor, threads)
+                    if isinstance(compressor, PowerSGD):
+                        measured = bench.exchange_rows(compressor, threads)
+                    else:
+                        measured = bench.rows(compressor, threads)
                 except ThinwireError as error:  # the values do not suit it
                     left_out[compressor.recipe()] = str(error)
                     continue
@@ -81,12 +85,16 @@ def run(args: argparse.Namespace) -> int:
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for one compressor and number of threads."""
     by_op = {row["op"]: row for row in rows}
-    small, encode = by_op.pop("encode_small", None), by_op["encode"]
-    reference = encode["reference_gb_per_s"]
+    first, small = rows[0], by_op.get("encode_small")
+    by_op["encode_feedback"] = by_op.get("exchange", by_op.get("encode_feedback", first))
+    reference = first["reference_gb_per_s"]
     return [
-        encode["compressor"],
-        str(encode["threads"]),
-        *(f"{row['gb_per_s']:.2f} ({row['floor_ratio']:.2f})" for row in by_op.values()),
+        first["compressor"],
+        str(first["threads"]),
+        *(
+            f"{by_op[op]['gb_per_s']:.2f} ({by_op[op]['floor_ratio']:.2f})" if op in by_op else ""
+            for op in ("encode", "encode_feedback", "decode", "accumulate")
+        ),
         "" if small is None else f"{1e3 * small['seconds']:.2f} ms",
         "" if reference is None else f"{reference:.3f}",
     ]
@@ -101,14 +109,23 @@ def _conditions(conditions: Mapping[str, Any]) -> str:
     )
 
 
-def _all_compressors() -> list[Compressor]:
-    """Those of the catalogue that call kernels, each once."""
-    return list(dict.fromkeys(entry.compressor for entry in catalogue() if entry.kind != "dense"))
+def _all_compressors() -> list[Compressor | PowerSGD]:
+    """Those of the catalogue that call kernels, each once, and the exchanges that do so by themselves."""
+    entries = [entry for entry in catalogue() if entry.kind != "dense"]
+    return list(dict.fromkeys(_measured(e.recipe) if e.kind == "powersgd" else e.compressor for e in entries))
 
 
-def _compressors(text: str) -> list[Compressor]:
+def _compressors(text: str) -> list[Compressor | PowerSGD]:
     """What the recipes send."""
-    return list(dict.fromkeys(parse_compressor(recipe.rpartition("/")[2]) for recipe in text.split(",")))
+    return list(dict.fromkeys(map(_measured, text.split(","))))
+
+
+def _measured(recipe: str) -> Compressor | PowerSGD:
+    if recipe.startswith("powersgd"):
+        settings = parse_recipe(recipe)
+        assert isinstance(settings, PowerSGD)
+        return settings
+    return parse_compressor(recipe.rpartition("/")[2])
 
 
 def _threads(text: str) -> tuple[int, ...]:

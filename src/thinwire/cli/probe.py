@@ -16,7 +16,7 @@ from thinwire.advisor.known import known_computation
 from thinwire.advisor.probe import RECIPES, probe_cluster, profile
 from thinwire.advisor.profile import Profile, write_profile
 from thinwire.cli.bench import argument, check_writable, positive, positive_int
-from thinwire.cli.launch import MEETING_S, Watch, import_factory, launched, leave, meet, start
+from thinwire.cli.ranks import MEETING_S, Watch, import_factory, launched, leave, meet, start
 from thinwire.errors import ThinwireError
 from thinwire.recipes import parse_recipe
 from thinwire.shapes import MODELS

@@ -12,8 +12,8 @@ from torch import nn
 
 from thinwire.bench.terminal import Column, open_table
 from thinwire.cli.bench import argument, positive, positive_int
-from thinwire.cli.launch import MEETING_S, Watch, import_factory, launched, leave, meet, model_place, start
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
+from thinwire.cli.ranks import MEETING_S, Watch, import_factory, launched, leave, meet, model_place, start
 from thinwire.errors import ThinwireError
 from thinwire.ladder import Report, Rung, selfcheck
 from thinwire.ladder.training import Factory, Loss

@@ -58,10 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure cell after cell."""
     if TWICE not in args.methods:
         raise ThinwireError(f"--methods: expected {TWICE} among them, which runs twice for the floor")
-    for method in args.methods:
+    methods: Sequence[str] = args.methods
+    for method in methods:
         if method.startswith("ddp-powersgd"):
             raise ThinwireError(f"--methods: {method} has no plan to predict from; thinwire's own is powersgd:RANK")
-        parse_recipe(DENSE_RECIPES[method] if method in DENSE_RECIPES else method)  # raises for a schedule, which has no one step time
+        parse_recipe(DENSE_RECIPES.get(method, method))  # raises for a schedule, which has no one step time
     check_outputs(args.json, args.plot)
     if args.plot is not None:
         from thinwire.bench.plots import require_matplotlib

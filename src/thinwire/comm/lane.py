@@ -1,4 +1,4 @@
-"""A lane: a process group, the mesh beside it, and the one thread that uses them, first in, first out."""
+"""A lane: a process group, what moves blocks beside it, and the one thread that uses them, first in, first out."""
 
 import atexit
 import queue
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from thinwire.comm.mesh import Mesh
+from thinwire.comm.nccl import Nccl
 
 EXIT_GRACE_S = 2.0  # for lanes to end before the interpreter does
 
@@ -23,7 +24,7 @@ class Lane:
     end before the interpreter does: a thread that meets a finalising interpreter inside C++ code aborts the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, mesh: Mesh | None, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, mesh: Mesh | Nccl | None, name: str) -> None:
         self.group, self.mesh = group, mesh
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._work,), name=name, daemon=True)
@@ -41,7 +42,7 @@ class Lane:
         self._thread.join(timeout)
 
     def interrupt(self) -> None:
-        """End what its mesh waits for, with an error there."""
+        """End what it waits for, with an error there."""
         if self.mesh is not None:
             self.mesh.interrupt()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Pull, Push, Round, SendRecv, Transfer
 from thinwire.errors import ScheduleError
 
 
@@ -63,3 +63,5 @@ def _move(transfers: Sequence[Transfer]) -> None:
                     total += transfer.send
             for transfer in transfers:
                 transfer.receive.copy_(total)
+        case Push() | Pull() as served:
+            raise ScheduleError(f"expected rounds between ranks, got {type(served).__name__}, which needs servers")

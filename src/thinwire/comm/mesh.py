@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,38 @@ from thinwire.errors import AttachError
 PIECES_NBYTES = (8192, 16384, 32768)  # the smaller, the less a slow host's queue must hold; each is a wake of a thread
 PIECE_S = 4e-3  # of the wire that a piece should take
 PROBE_NBYTES = 32768  # to every other rank, once, to measure it
+_NCCL = "THINWIRE_TRANSPORT=nccl"
+
+Transport = Literal["mesh", "gloo", "nccl"]
 
 
-def choose(store: dist.Store, ranks: Sequence[int], rank: int) -> bool:
-    """Return whether this group uses meshes: all ranks can, or none does. Every rank must call.
+def choose(store: dist.Store, ranks: Sequence[int], rank: int, *, on_gpu: bool = False) -> Transport:
+    """Return what blocks travel by: meshes, where all ranks can, or NCCL, where all ask for it. Every rank must call.
+
+    Args:
+        store: where only this group meets.
+        ranks: global ranks of the group.
+        rank: this rank's place in it.
+        on_gpu: whether the values lie on a GPU.
 
     Raises:
-        AttachError: `THINWIRE_TRANSPORT` holds something else than "mesh" or "gloo".
+        AttachError: `THINWIRE_TRANSPORT` holds something else than "mesh", "gloo" or "nccl"; or "nccl" on some ranks
+            only, or without a GPU. In the latter cases on all ranks.
     """
     wanted = os.environ.get("THINWIRE_TRANSPORT", "mesh") or "mesh"
-    if wanted not in ("mesh", "gloo"):
-        raise AttachError(f"THINWIRE_TRANSPORT: expected 'mesh' or 'gloo', got {wanted!r}")
-    reason = "THINWIRE_TRANSPORT=gloo" if wanted == "gloo" else _missing()
+    if wanted not in ("mesh", "gloo", "nccl"):
+        raise AttachError(f"THINWIRE_TRANSPORT: expected 'mesh', 'gloo' or 'nccl', got {wanted!r}")
+    if wanted == "nccl":
+        reason = _NCCL if on_gpu and dist.is_nccl_available() else f"{_NCCL} without a GPU"
+    else:
+        reason = "THINWIRE_TRANSPORT=gloo" if wanted == "gloo" else _missing()
     store.set(f"transport/{rank}", reason)
     reasons = [store.get(f"transport/{other}").decode() for other in range(len(ranks))]
+    if any(reason.startswith(_NCCL) for reason in reasons):
+        if set(reasons) == {_NCCL}:
+            return "nccl"
+        found = ", ".join(f"rank {ranks[other]}: {reason or 'mesh'}" for other, reason in enumerate(reasons))
+        raise AttachError(f"expected {_NCCL} on all ranks or none, and models on GPUs, got {found}")
     unable = [(ranks[other], reason) for other, reason in enumerate(reasons) if reason]
     if unable and rank == 0:
         wished = all(reason.startswith("THINWIRE_") for _, reason in unable)  # else nobody asked for it: say so
@@ -47,7 +66,7 @@ def choose(store: dist.Store, ranks: Sequence[int], rank: int) -> bool:
             f" and {len(unable) - 1} more" if len(unable) > 1 else "",
             reason,
         )
-    return not unable
+    return "gloo" if unable else "mesh"
 
 
 def _missing() -> str:

@@ -32,7 +32,8 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
-from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Round, SendRecv, Transfer
+from thinwire.comm.nccl import Nccl
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Pull, Push, Round, SendRecv, Transfer, cut
 from thinwire.comm.tracing import span
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
@@ -40,12 +41,16 @@ from thinwire.wire import split
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
 
+DEPTH = 6  # exchanges under way at once
 LEAVE_S = 0.5  # for a lane to end, after an error
 SMALL_NBYTES = 8192  # below this a block costs more in waiting than in bytes
 
 
-def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = None) -> None:
+def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | Nccl | None = None) -> None:
     """Do one round, over the mesh if there is one, and return when the bytes are here."""
+    if isinstance(mesh, Nccl):
+        mesh.perform(transfer)
+        return
     rank, world_size = group.rank(), group.size()
     match transfer.round:
         case SendRecv():
@@ -63,6 +68,8 @@ def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None = No
             group.allreduce([transfer.send], reduce).wait()
             if transfer.receive is not transfer.send:
                 transfer.receive.copy_(transfer.send)
+        case Push() | Pull() as served:
+            raise ScheduleError(f"expected rounds between ranks, got {type(served).__name__}, which needs servers")
 
 
 def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[int], mesh: Mesh) -> None:
@@ -84,22 +91,8 @@ def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[
 
 def _send_recv(transfer: Transfer, moves: SendRecv, group: dist.ProcessGroup, mesh: Mesh | None) -> None:
     """Cut the moves of this rank out of the buffers, then send and receive them all at once: each rank has few."""
-    rank, world_size = group.rank(), group.size()
-    cut: dict[int, list[Tensor]] = {}
-    sizes = [0] * world_size
-    for source, target, start, stop in moves.moves:
-        if source == rank:
-            cut.setdefault(target, []).append(transfer.send[start:stop])
-        if target == rank:
-            sizes[source] += stop - start
-    wanted = max((stop for source, _, _, stop in moves.moves if source == rank), default=0), sum(sizes)
-    if transfer.send.nbytes < wanted[0] or transfer.receive.nbytes != wanted[1]:
-        raise ScheduleError(
-            f"expected at least {wanted[0]} bytes to send and {wanted[1]} to receive into, got {transfer.send.nbytes} "
-            f"and {transfer.receive.nbytes}"
-        )
-    sends = {target: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for target, pieces in cut.items()}
-    receives = split(transfer.receive, sizes)  # by source, as the moves are
+    world_size = group.size()
+    sends, receives = cut(transfer, moves, group.rank())
     if mesh is None:
         started = [group.recv([data], source, 0) for source, data in enumerate(receives) if data.numel()]
         started += [group.send([data], target, 0) for target, data in sends.items() if data.numel()]
@@ -108,7 +101,7 @@ def _send_recv(transfer: Transfer, moves: SendRecv, group: dist.ProcessGroup, me
         return
     if not all(data.is_cpu and data.is_contiguous() for data in (*sends.values(), *receives)):
         raise ScheduleError("expected contiguous buffers on the CPU")
-    nothing = transfer.receive.data_ptr()
+    nothing, sizes = transfer.receive.data_ptr(), [data.nbytes for data in receives]
     to = [sends[target].data_ptr() if target in sends else nothing for target in range(world_size)]
     to_nbytes = [sends[target].nbytes if target in sends else 0 for target in range(world_size)]
     mesh.exchange(to, to_nbytes, [data.data_ptr() for data in receives], sizes, free_nbytes=2**31)
@@ -175,7 +168,7 @@ def run_blocking(exchange: Exchange, schedule: Sequence[Round], group: dist.Proc
 
 
 def _timed(
-    transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | None, rank: int, outcome: Outcome, name: str
+    transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | Nccl | None, rank: int, outcome: Outcome, name: str
 ) -> None:
     sent_nbytes, kind = transfer.round.sent_nbytes(rank), type(transfer.round).__name__
     with span("transport", f"{name} {kind}", round=outcome.num_collectives, sent_nbytes=sent_nbytes):
@@ -211,9 +204,11 @@ class OverlappedDriver:
         group: the ranks that take part; its own collectives are never touched.
         lane_sets: round r of a schedule takes a lane of set r modulo this.
         lanes: in each set; two keep the wire busy while one waits for the slowest peer.
-        workers: threads that encode and decode.
+        workers: threads that encode and decode; as many as `depth` where they wait for a device.
         depth: exchanges under way at once.
         timeout: of each collective; None for torch's default.
+        device: where the values lie; with THINWIRE_TRANSPORT=nccl a GPU's memories exchange blocks by themselves, over
+            one lane: `on_device`.
 
     Creating and closing one is collective: every rank of `group` must do it.
     """
@@ -225,8 +220,9 @@ class OverlappedDriver:
         lane_sets: int = 2,
         lanes: int = 2,
         workers: int = 1,
-        depth: int = 6,
+        depth: int = DEPTH,
         timeout: datetime.timedelta | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self._depth = depth
@@ -241,16 +237,23 @@ class OverlappedDriver:
         self._liveness = Liveness(store, ranks, self.rank, self.fail)
         weakref.finalize(self, self._liveness.stop)  # its thread would keep it, were the driver dropped unclosed
         self._lanes: list[list[Lane]] = []
-        with_mesh = choose(store, ranks, self.rank)
+        transport = choose(store, ranks, self.rank, on_gpu=device is not None and device.type == "cuda")
         timeout = timeout or DEFAULT_TIMEOUT
+        self.on_device = transport == "nccl"
+        if self.on_device:
+            assert device is not None
+            control = own_group(dist.PrefixStore("control", store), self.rank, len(ranks), timeout)
+            nccl = Nccl(dist.PrefixStore("nccl", store), ranks, self.rank, device, timeout)
+            self._lanes.append([Lane(control, nccl, "thinwire-nccl")])
+            return
         for position in range(lane_sets):
             self._lanes.append([])
             for name in (f"lane-{position}-{lane}" for lane in range(lanes)):
                 group = own_group(dist.PrefixStore(name, store), self.rank, len(ranks), timeout)
                 mesh_store = dist.PrefixStore(f"{name}-mesh", store)
-                mesh = Mesh(mesh_store, ranks, self.rank, timeout, name) if with_mesh else None
+                mesh = Mesh(mesh_store, ranks, self.rank, timeout, name) if transport == "mesh" else None
                 self._lanes[-1].append(Lane(group, mesh, f"thinwire-{name}"))
-        meshes = [lane.mesh for lane in itertools.chain.from_iterable(self._lanes) if lane.mesh is not None]
+        meshes = [lane.mesh for each in self._lanes for lane in each if isinstance(lane.mesh, Mesh)]
         if meshes and len(ranks) > 1:
             agree_on_pieces(meshes, store)
 

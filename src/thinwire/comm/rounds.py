@@ -11,6 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.errors import ScheduleError
+from thinwire.wire import FRAME_NBYTES, split
+
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
@@ -90,7 +93,44 @@ class SendRecv:
         return sum(stop - start for _, target, start, stop in self.moves if target == rank)
 
 
-Round = AllToAll | AllGather | AllReduce | SendRecv
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Every rank sends nbytes[s] bytes to server s, in a frame, for every s; nothing where that is 0.
+
+    contents[s] describes what those bytes are; the server is told it once, and frames name it by its digest.
+    """
+
+    nbytes: tuple[int, ...]
+    contents: tuple[str, ...]
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`, headers of frames included."""
+        return sum(FRAME_NBYTES + nbytes for nbytes in self.nbytes if nbytes)
+
+    def sent_nbytes_by_rank(self) -> list[int]:
+        """Bytes that leave each rank."""
+        return [self.sent_nbytes(0)] * self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Every rank asks server s for nbytes[s] bytes, the same for all ranks, for every s; not where that is 0."""
+
+    nbytes: tuple[int, ...]
+    contents: tuple[str, ...]
+    world_size: int
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that leave `rank`: requests. What is asked for leaves the servers."""
+        return FRAME_NBYTES * sum(nbytes > 0 for nbytes in self.nbytes)
+
+    def sent_nbytes_by_rank(self) -> list[int]:
+        """Bytes that leave each rank."""
+        return [self.sent_nbytes(0)] * self.world_size
+
+
+Round = AllToAll | AllGather | AllReduce | SendRecv | Push | Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +140,8 @@ class Transfer:
     AllToAll: `send` holds the blocks for rank 0, 1, ... one after another, `receive` gets world_size blocks of
     nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
     AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv: moves are cut from `send`, and
-    `receive` gets what arrives.
+    `receive` gets what arrives. Push: `send` holds the blocks for server 0, 1, ..., and must stay as it is until the
+    pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, ....
     """
 
     round: Round
@@ -110,3 +151,41 @@ class Transfer:
 
 Exchange = Generator[Transfer, None, None]
 """What an aggregator runs on one rank: yields its rounds in the order of its schedule and resumes when each is done."""
+
+
+def buffers_nbytes(round_: Round, rank: int) -> int:
+    """Return the bytes of the buffers that a rank sends from and receives into in a round."""
+    match round_:
+        case AllToAll(nbytes):
+            return sum(nbytes) + len(nbytes) * nbytes[rank]
+        case AllGather(nbytes):
+            return nbytes[rank] + sum(nbytes)
+        case AllReduce():
+            return round_.numel * round_.dtype.itemsize
+        case SendRecv():
+            return round_.sent_nbytes(rank) + round_.received_nbytes(rank)
+        case Push(nbytes) | Pull(nbytes):
+            return sum(nbytes)
+
+
+def cut(transfer: Transfer, moves: SendRecv, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Cut the moves of a rank out of its buffers: what it sends, by target, and where what arrives goes, by source.
+
+    Raises:
+        ScheduleError: the buffers have another size.
+    """
+    pieces: dict[int, list[Tensor]] = {}
+    sizes = [0] * moves.world_size
+    for source, target, start, stop in moves.moves:
+        if source == rank:
+            pieces.setdefault(target, []).append(transfer.send[start:stop])
+        if target == rank:
+            sizes[source] += stop - start
+    wanted = max((stop for source, _, _, stop in moves.moves if source == rank), default=0), sum(sizes)
+    if transfer.send.nbytes < wanted[0] or transfer.receive.nbytes != wanted[1]:
+        raise ScheduleError(
+            f"expected at least {wanted[0]} bytes to send and {wanted[1]} to receive into, got {transfer.send.nbytes} "
+            f"and {transfer.receive.nbytes}"
+        )
+    sends = {target: parts[0] if len(parts) == 1 else torch.cat(parts) for target, parts in pieces.items()}
+    return sends, split(transfer.receive, sizes)

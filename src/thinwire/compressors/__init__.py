@@ -15,6 +15,7 @@ from thinwire.compressors.contract import is_exact as is_exact
 from thinwire.compressors.contract import needs_feedback as needs_feedback
 from thinwire.compressors.dither import LinearDithering as LinearDithering
 from thinwire.compressors.dither import NaturalDithering as NaturalDithering
+from thinwire.compressors.fixed_point import FixedPoint as FixedPoint
 from thinwire.compressors.global_qsgd import GlobalExponential as GlobalExponential
 from thinwire.compressors.global_qsgd import GlobalLinear as GlobalLinear
 from thinwire.compressors.lowrank import LowRank as LowRank

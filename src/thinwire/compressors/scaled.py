@@ -10,7 +10,7 @@ from thinwire import kernels
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
 from thinwire.errors import RecipeError
-from thinwire.kernels import DecodeJob, EncodeJob
+from thinwire.kernels import DecodeJob, EncodeBatch, EncodeJob
 from thinwire.spec import BlockSpec
 from thinwire.wire import Layout
 
@@ -93,6 +93,8 @@ class Scaled(Compressor):
 
     def encode_jobs(self, jobs: Sequence[EncodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> list[bool]:
         """Form q where the residual was, encode it, and take out of it what was sent."""
+        if isinstance(jobs, EncodeBatch) and not jobs.any_residual:
+            return self.inner.encode_jobs(jobs, specs, threads=threads)
         plain: list[EncodeJob] = []
         sent: list[DecodeJob] = []
         for job, spec in zip(jobs, specs, strict=True):

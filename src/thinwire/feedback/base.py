@@ -59,10 +59,15 @@ class Feedback(ABC):
         """Return what must be kept.
 
         Args:
-            exact_up: what ranks send arrives as it is.
+            exact_up: what ranks send arrives as it is, at least in the mean.
             exact_down: what owners send back does.
             owners: whether there are any; else every rank forms the mean itself.
         """
+
+    @property
+    def takes_unbiased(self) -> bool:
+        """Whether it may surround unbiased kinds, of which it then keeps no residual."""
+        return False
 
     @property
     def needs_learning_rate(self) -> bool:

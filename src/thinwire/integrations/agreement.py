@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from thinwire.comm.process_group import all_gather_text
+from thinwire.comm.process_group import OverlappedDriver, all_gather_text
+from thinwire.comm.rounds import AllReduce, Exchange, Transfer
 from thinwire.errors import PlanError
 from thinwire.plan import first_difference
 
@@ -59,3 +61,19 @@ def agree(build: Callable[[], Planned], group: dist.ProcessGroup, settings: Sequ
             "arguments"
         )
     return plan
+
+
+def largest(value: float, driver: OverlappedDriver) -> float:
+    """Return the largest of all ranks' values, which float32 must hold. Collective: an exchange of 4 bytes.
+
+    Raises:
+        Exception: what failed the exchange, or one before it.
+    """
+    number = torch.tensor([value], dtype=torch.float32)
+    round_ = AllReduce(1, torch.float32, driver.control.size(), "max")
+
+    def exchange() -> Exchange:
+        yield Transfer(round_, number, number)
+
+    driver.submit(exchange(), (round_,), "verdict").result()
+    return float(number)

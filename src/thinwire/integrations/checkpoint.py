@@ -20,9 +20,12 @@ from torch import Tensor
 from thinwire.errors import StateError
 from thinwire.feedback import Slot
 from thinwire.integrations.link import Link
+from thinwire.state import REPLICAS
 
 if TYPE_CHECKING:  # imported when used: it takes longer than the rest of thinwire
     from torch.distributed.checkpoint import StorageReader
+
+    from thinwire.integrations.fsdp import ShardLink
 
 _COUNTERS = re.compile(r"rank(\d+)of(\d+)")
 
@@ -45,16 +48,21 @@ class Checkpointable:
         ```
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: "Link | ShardLink") -> None:
         self._link = link
 
     def state_dict(self) -> dict[str, Any]:
         """Return `Link.state_dict()` flat, under keys that name this rank.
 
         Raises:
-            StateError: see `Link.state_dict`.
+            StateError: see `Link.state_dict`; or the link has a `replicate_group`.
         """
         state = self._link.state_dict()
+        if REPLICAS in state:
+            raise StateError(
+                "ranks of several replicas keep the same shards, and keys here name a shard: expected one file a rank, "
+                "or {f'rank{dist.get_rank()}': link.state_dict()} in what DCP saves"
+            )
         prefix = f"rank{state['rank']}of{state['world_size']}"
         tensors = {f"{prefix}.{slot}/{name}": tensor for slot in Slot for name, tensor in state.pop(slot).items()}
         return {prefix: json.dumps(state), **tensors}

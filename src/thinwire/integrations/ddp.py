@@ -11,23 +11,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Gather, Hierarchical
-from thinwire.comm.process_group import OverlappedDriver, common_group
+from thinwire.aggregators import Gather, Hierarchical, PushPull
+from thinwire.allocate import Allocate
+from thinwire.comm.device import Cuda, Device
+from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
 from thinwire.errors import AttachError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.driver import ServedDriver, Servers
 from thinwire.integrations.link import Link, Scaler
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import sparse_names
 from thinwire.integrations.topology import Topology, node_sizes
 from thinwire.integrations.watch import Watch, left_over
+from thinwire.kernels import serving_device
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan
 from thinwire.policy import PlanOptions
 from thinwire.schedule import Phase, Schedule
 
-Recipe = Phase | Schedule
+Recipe = Phase | Schedule | Allocate
 
 _FIRST_BUCKET_NBYTES = 1 << 20  # DDP's own limit for the bucket that is ready first
 _FEW_BUCKETS = 4
@@ -42,6 +46,7 @@ def make_link(
     start_after: int = 0,
     options: PlanOptions | None = None,
     nodes: Topology | None = None,
+    servers: Servers | None = None,
     on_nonfinite: Literal["raise", "warn"] = "raise",
     threads: int = 1,
     workers: int | None = None,
@@ -58,10 +63,14 @@ def make_link(
     if scaler is not None and not getattr(scaler, "is_enabled", lambda: True)():
         scaler = None  # a GradScaler(enabled=False) skips nothing
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    params = model.parameters() if isinstance(model, DistributedDataParallel) else ()
+    where = next((param.device for param in params if param.requires_grad), None)
     if workers is None:
-        workers = min(4, torch.get_num_threads())
+        # Beside a device a worker mostly waits, first of all for gradients; others must not wait for it.
+        workers = DEPTH if where is not None and where.type == "cuda" else min(4, torch.get_num_threads())
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
-    driver = OverlappedDriver(group, workers=max(1, workers), timeout=timeout)
+    served = None if servers is None else servers.connect(group, max(1, workers), timeout)
+    driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout, device=where)
 
     def build() -> Phases:
         _check(model, optimizer, start_after, on_nonfinite)
@@ -69,12 +78,21 @@ def make_link(
             raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
+        if servers is not None and isinstance(recipe, Allocate):
+            raise AttachError("Allocate: not supported with servers; expected one recipe, patterns, or a schedule")
+        if servers is not None and not all(param.is_cpu for param in model.parameters()):
+            raise AttachError("servers: expected a model on the CPU; exchange between ranks, without servers")
         known = options or PlanOptions()
         if nodes is not None:
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))
+        known = dataclasses.replace(known, num_servers=0 if servers is None else servers.num_servers)
         phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
+        if servers is None and (pushed := _pushed(phases)):
+            raise AttachError(
+                f"{pushed[0]}: PushPull needs parameter servers: attach(..., servers=['tcp://HOST:PORT'])"
+            )
         if nodes is not None and not any(
-            isinstance(param.aggregator, Hierarchical) for _, plan in phases.plans for param in plan.params
+            isinstance(param.aggregator, Hierarchical) for plan in phases.all_plans for param in plan.params
         ):
             raise AttachError("nodes: expected a recipe that knows of nodes, as 'hier/int8' does; drop the argument")
         if scaler is not None and (voting := _voting(phases)):
@@ -84,12 +102,12 @@ def make_link(
             )
         if optimizer is None and any(
             param.aggregator.feedback is not None and param.aggregator.feedback.needs_learning_rate
-            for _, plan in phases.plans
+            for plan in phases.all_plans
             for param in plan.params
         ):
             raise RecipeError("ErrorFeedback(lr_correction=True) needs attach(..., optimizer=optimizer)")
-        if _has_momentum(phases.final) and optimizer is not None:
-            _check_no_momentum(optimizer)
+        if optimizer is not None:
+            _check_momentum(optimizer, _momentum(phases.final))
         return phases
 
     try:
@@ -102,6 +120,8 @@ def make_link(
             f"sparse gradients={sorted(_sparse(model)) if isinstance(model, DistributedDataParallel) else None}",
         ]
         phases = agree(build, driver.control, settings)
+        if served is not None:
+            agree(lambda: _open(served, phases), driver.control)
     except BaseException:
         driver.close()
         raise
@@ -123,16 +143,23 @@ def make_link(
         sparse=_sparse(model),
         group=group,
         left_over=left_over(model) if world_size > 1 else {},
+        device=_device(model),
+        served=served,
     )
     if rank == 0:
         _advise(model, phases.final)
         _say_left_over(model, phases.final)
-        if _has_momentum(phases.final) and optimizer is None:
+        if _momentum(phases.final) is not None and optimizer is None:
             logging.getLogger("thinwire").warning(
                 "momentum is applied before sending: the optimizer must have none; "
                 "attach(..., optimizer=optimizer) checks that"
             )
     return link
+
+
+def _open(served: ServedDriver, phases: Phases) -> Phases:
+    served.open(phases.lines())
+    return phases
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -188,31 +215,59 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, start_afte
         )
     if _sparse(model) and not _trained(model):
         raise AttachError("all gradients are sparse, which DDP sums uncompressed: there is nothing to compress")
-    for name, param in _trained(model):
-        if param.device.type != "cpu":
-            raise AttachError(
-                f"{name} lives on {param.device}: this version exchanges gradients of CPU models over gloo only"
-            )
+    places: dict[torch.device, tuple[str, Tensor]] = {}
+    for name, param in (*_trained(model), *_sparse(model).items()):
+        places.setdefault(param.device, (name, param))
+    if len(places) > 1:
+        got = " and ".join(f"{name} on {where}" for where, (name, _) in places.items())
+        raise AttachError(f"expected all parameters on one device, got {got}: give every rank one GPU")
+    for where, (name, param) in places.items():
+        if where.type not in ("cpu", "cuda"):
+            raise AttachError(f"expected parameters on the CPU or a CUDA device, got {name} on {where}")
+        serving_device(param)  # raises where the kernels for it are missing
+
+
+def _device(model: DistributedDataParallel) -> Device | None:
+    """Return what exchanges must know of the model's device; None if that is the host."""
+    where = next(param for _, param in _trained(model)).device
+    return None if where.type == "cpu" else Cuda(where)
 
 
 def _voting(phases: Phases) -> list[str]:
     """Return the parameters that ranks vote on, in any phase."""
-    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    settings = ((param.info.name, param.aggregator) for plan in phases.all_plans for param in plan.params)
     return [name for name, aggregator in settings if isinstance(aggregator, Gather) and aggregator.votes]
 
 
-def _has_momentum(plan: Plan) -> bool:
-    return any(isinstance(param.aggregator.feedback, MomentumCorrection) for param in plan.params)
+def _momentum(plan: Plan) -> MomentumCorrection | None:
+    """Return the momentum that is applied before sending; `build_plan` sees to it that there is one at most."""
+    feedback = (param.aggregator.feedback for param in plan.params)
+    return next((one for one in feedback if isinstance(one, MomentumCorrection)), None)
 
 
-def _check_no_momentum(optimizer: torch.optim.Optimizer) -> None:
+def _pushed(phases: Phases) -> list[str]:
+    """Return the parameters whose mean servers are to form, in any phase."""
+    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    return [name for name, aggregator in settings if isinstance(aggregator, PushPull)]
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer, sent: MomentumCorrection | None) -> None:
+    """Raise `AttachError` where momentum would be applied twice, or, by an optimizer that counts on it, not at all."""
+    kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
-        if momentum:
+        if group.get("worker_momentum"):
+            got = None if sent is None else f"{sent.recipe()!r}"
+            if sent is None or not sent.nesterov or sent.momentum != momentum:
+                raise AttachError(
+                    f"{kind}(worker_momentum=True) counts on Nesterov's momentum in gradients: expected a recipe with "
+                    f"'@nag:{momentum}', got {got or 'one without momentum, or all parameters dense'}"
+                )
+        elif momentum and sent is not None:
             raise AttachError(
                 f"expected an optimizer without momentum, since MomentumCorrection applies it before sending, got "
-                f"{type(optimizer).__name__} with momentum {momentum}: it would be applied twice; use "
-                "torch.optim.SGD(..., momentum=0)"
+                f"{kind} with momentum {momentum}: it would be applied twice; use torch.optim.SGD(..., momentum=0), or "
+                "thinwire.optim.NAG(..., worker_momentum=True) after '@nag'"
             )
 
 

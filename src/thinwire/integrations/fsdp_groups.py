@@ -41,6 +41,11 @@ class ShardedParam:
         first, last = (min(self.shape[0], rows * r) for r in (rank, rank + 1))
         return first * row, (last - first) * row
 
+    def shard_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Return the shape of what `rank` keeps."""
+        rows = -(-self.shape[0] // world_size)
+        return (max(0, min(self.shape[0] - rows * rank, rows)), *self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
@@ -61,6 +66,11 @@ class ShardGroup:
     shard_numel: int
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in their order."""
+        return tuple(param.name for param in self.params)
+
+    @property
     def reduce_scatter(self) -> Any:
         """FSDP2's present reduce-scatter of these parameters."""
         return self.inner._reduce_scatter_comm
@@ -69,6 +79,11 @@ class ShardGroup:
     def all_gather(self) -> Any:
         """FSDP2's present all-gather of these parameters."""
         return self.inner._all_gather_comm
+
+    @property
+    def pass_goes_on(self) -> bool:
+        """Whether FSDP2 waits for the end of a backward pass: an inner one, as of a checkpointed layer, may be over."""
+        return self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
     def in_backward(self) -> bool:
@@ -117,6 +132,11 @@ def shard_groups(model: nn.Module, world_size: int, *, weights: bool = False) ->
                 "custom reduce-scatter for all: expected one mesh"
             )
         for inner in found:
+            if not inner.is_sharded:
+                raise AttachError(
+                    f"{path or 'the model'} holds whole parameters, as after a forward pass without a backward one: "
+                    "attach before, or call reshard() on that module first"
+                )
             make = _weights if weights else _gradients
             group = make(path or "the model", module, inner, names, world_size)
             if group.params and all(group.inner is not other.inner for other in groups):
@@ -130,7 +150,7 @@ def _check_param(name: str, param: DTensor, world_size: int) -> None:
         raise AttachError(
             f"{name} lives on a mesh of {mesh.ndim} dimensions: FSDP2 sends gradients over a replicate dimension "
             "uncompressed before its all-reduce hook runs, and other dimensions are not supported; expected "
-            "fully_shard(..., mesh=) with the shard dimension alone"
+            "fully_shard(..., mesh=) with the shard dimension alone, and attach(..., replicate_group=) for replicas"
         )
     if mesh.size() != world_size:
         raise AttachError(f"{name} is sharded over {mesh.size()} ranks, other parameters over {world_size}")

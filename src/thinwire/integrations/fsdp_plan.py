@@ -4,19 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from thinwire.aggregators import Dense, MessageLayout, Partition, ReduceScatter, ShardAllGather, TwoShot
-from thinwire.compressors import Cast, Compressor, Identity
-from thinwire.errors import PlanError, RecipeError
-from thinwire.feedback import ErrorFeedback
-from thinwire.integrations.fsdp_groups import ShardedParam, ShardGroup
-from thinwire.plan import Plan, PlannedParam, build_plan
-from thinwire.policy import Patterns, PlanOptions, Policy
-from thinwire.random import parameter_key
-from thinwire.recipes import parse_compressor
-
-Recipe = str | TwoShot | Dense | dict[str, str] | Patterns | Policy
+from thinwire.aggregators import MessageLayout
+from thinwire.phases import Phases
+from thinwire.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +20,15 @@ class ShardPlan:
         groups: names of the parameters that FSDP2 reduces together, for the groups in which anything is compressed.
         weights: the partitions of the weights; None where FSDP2 gathers them itself.
         weight_groups: names of the parameters that FSDP2 gathers together, likewise.
+        replicas: the partitions of this rank's shards, as they are exchanged between replicas; None where there are
+            none. It differs between the ranks of one replica, and `digest` does not cover it.
     """
 
     gradients: Plan
     groups: tuple[tuple[str, ...], ...]
     weights: Plan | None = None
     weight_groups: tuple[tuple[str, ...], ...] = ()
+    replicas: Plan | None = None
 
     def layouts(self, names: Sequence[str]) -> list[MessageLayout]:
         """Return the messages of one group's gradients."""
@@ -100,139 +93,69 @@ class ShardPlan:
     def __str__(self) -> str:
         table = str(self.gradients).rsplit("\n", 1)[0]
         busiest = max(self.sent_nbytes(rank) for rank in range(self.gradients.world_size))
+        between = "" if self.replicas is None else f"\n\nbetween replicas, of this rank's shards\n{self.replicas}"
         gradients = (
             f"{table}\n{self.gradients.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {busiest:,} sent per "
             f"step by the busiest rank in {len(self.groups)} compressed groups: {self.compression_ratio:.1f}x less "
-            f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank"
+            f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank, "
+            "twice that during a step with a GradScaler"
         )
         if self.weights is None:
-            return gradients
+            return gradients + between
         table = str(self.weights).rsplit("\n", 1)[0]
         busiest = max(self.sent_weight_nbytes(rank) for rank in range(self.weights.world_size))
         return (
             f"{gradients}\n\nweights\n{table}\n{self.weights.raw_nbytes:,} bytes of weights, {busiest:,} sent by the "
             f"busiest rank each time {len(self.weight_groups)} compressed groups are gathered: "
-            f"{self.weight_compression_ratio:.1f}x less than their all-gathers"
+            f"{self.weight_compression_ratio:.1f}x less than their all-gathers{between}"
         )
 
 
-def build_shard_plan(
-    groups: Sequence[ShardGroup],
-    recipe: Recipe,
-    world_size: int,
-    options: PlanOptions | None,
-    *,
-    weights: str | Compressor | None = None,
-    gathered: Sequence[ShardGroup] = (),
-) -> ShardPlan:
-    """Resolve a recipe against a sharded model.
+@dataclass(frozen=True, slots=True)
+class ShardPhases:
+    """Plans by the step from which they are valid, in ascending order and from step 0 on.
 
-    Raises:
-        RecipeError: a kind or feedback that has no one-way form.
-        PlanError: as `build_plan`; or two roundings to 16 bits one after the other.
+    Attributes:
+        plans: (first step, plan); weights are the same in all.
+        kept: the last one's gradients, with all that must be kept of every parameter in any phase.
     """
-    if isinstance(recipe, str) and " then " in recipe:
-        raise RecipeError(f"recipe {recipe!r}: schedules are not supported with FSDP2; expected one recipe")
-    whole = build_plan(_named(groups), recipe, world_size, options, all_reduce=False)
-    by_name = {param.name: param for group in groups for param in group.params}
-    params = tuple(_sharded(param, by_name[param.info.name], whole) for param in whole.params)
-    plan = Plan(params, world_size, whole.options)
-    compressed = _compressed(groups, plan)
-    if weights is None:
-        return ShardPlan(plan, compressed)
-    weight_plan = _plan_weights(gathered, weights, world_size, options)
-    draws = any(param.aggregator.down.stochastic for param in weight_plan.params)
-    if draws and not compressed:
-        raise RecipeError(
-            f"weights={weights!r} draws random numbers by the step, which only reductions through thinwire count, and "
-            "no gradient is compressed; expected a kind that rounds to nearest, as 'int8', or another recipe"
-        )
-    return ShardPlan(plan, compressed, weight_plan, _compressed(gathered, weight_plan))
 
+    plans: tuple[tuple[int, ShardPlan], ...]
+    kept: Plan
 
-def _named(groups: Sequence[ShardGroup]) -> list[tuple[str, torch.Tensor]]:
-    return [(p.name, torch.empty(p.shape, dtype=g.dtype, device="meta")) for g in groups for p in g.params]
+    def at(self, step: int) -> ShardPlan:
+        """Return the plan that is valid at a step."""
+        return [plan for start, plan in self.plans if start <= step][-1]
 
+    @property
+    def final(self) -> ShardPlan:
+        """The plan of the last phase."""
+        return self.plans[-1][1]
 
-def _compressed(groups: Sequence[ShardGroup], plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the groups in which anything is compressed. FSDP2 goes on to serve the others itself."""
-    names = (tuple(param.name for param in group.params) for group in groups)
-    return tuple(ns for ns in names if any(not plan.by_name[name].reason for name in ns))
+    def with_replicas(self, between: Phases) -> "ShardPhases":
+        """Return these with the plans of the exchange between replicas; a phase begins where one of either does."""
+        starts = sorted({start for start, _ in (*self.plans, *between.plans)})
+        plans = ((start, replace(self.at(start), replicas=between.at(start))) for start in starts)
+        return ShardPhases(tuple(plans), self.kept)
 
+    @property
+    def reduced(self) -> frozenset[tuple[str, ...]]:
+        """Names of the parameters of every group that is compressed in some phase."""
+        return frozenset(names for _, plan in self.plans for names in plan.groups)
 
-def _plan_weights(
-    groups: Sequence[ShardGroup], weights: str | Compressor, world_size: int, options: PlanOptions | None
-) -> Plan:
-    """Resolve one kind for all weights, but for those that stay exact by the rules of `PlanOptions`."""
-    try:
-        compressor = parse_compressor(weights) if isinstance(weights, str) else weights
-        settings = ShardAllGather(down=compressor)
-    except RecipeError as error:
-        raise RecipeError(f"weights={weights!r}: {error}") from None
-    whole = build_plan(_named(groups), settings, world_size, options, all_reduce=False)
-    by_name = {param.name: param for group in groups for param in group.params}
-    params: list[PlannedParam] = []
-    for planned in whole.params:
-        if not isinstance(planned.aggregator, Dense):  # of a dtype that no compressor takes: so is its whole group
-            _check_cast(planned, compressor, f"weights={weights!r}", "weights", "param_dtype")
-            aggregator = ShardAllGather(down=Identity() if planned.reason else compressor)
-            partitions = _cut(by_name[planned.info.name], planned, aggregator, whole)
-            planned = replace(planned, aggregator=aggregator, partitions=partitions)
-        params.append(planned)
-    return Plan(tuple(params), world_size, whole.options)
+    def lines(self) -> list[str]:
+        """Return all that must agree between ranks, one fact a line."""
+        lines = list[str]()
+        for start, plan in self.plans:
+            lines += [*([f"from step {start}"] if start else []), *plan.lines()]
+        return lines
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `lines`."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
-def _check_cast(planned: PlannedParam, compressor: Compressor, recipe: str, what: str, policy: str) -> None:
-    info = planned.info
-    if isinstance(compressor, Cast) and info.dtype.itemsize == 2 and compressor.dtype != info.dtype:
-        raise PlanError(
-            f"{info.name}: {what} are {info.dtype} already (MixedPrecisionPolicy) and {recipe} would round them a "
-            f"second time; expected another recipe, or {policy}=torch.float32"
-        )
-
-
-def _sharded(planned: PlannedParam, param: ShardedParam, plan: Plan) -> PlannedParam:
-    settings, info = planned.aggregator, planned.info
-    if isinstance(settings, Dense):  # of a dtype that no compressor takes: so is its whole group
-        return planned
-    if not isinstance(settings, TwoShot):
-        raise RecipeError(
-            f"{info.name}: {settings.recipe()!r} has no reduce-scatter, in which every rank sums what it keeps; "
-            "expected a two-shot kind, as 'int8', 'int4', 'topk:0.01' or 'onebit'"
-        )
-    if settings.down != settings.up:
-        raise RecipeError(
-            f"{info.name}: {settings.recipe()!r}: shards stay where they are summed and nothing is sent back; expected "
-            f"{settings.up.recipe()!r}"
-        )
-    feedback = settings.feedback
-    if settings.up.unit != "slice":
-        raise RecipeError(f"{info.name}: {settings.recipe()!r} must see whole matrices, and FSDP2 cuts them by rows")
-    if feedback is not None and (not isinstance(feedback, ErrorFeedback) or feedback.lr_correction):
-        raise RecipeError(f"{info.name}: expected ErrorFeedback or none with FSDP2, got {feedback.recipe()!r}")
-    _check_cast(planned, settings.up, repr(settings.recipe()), "gradients", "reduce_dtype")
-    aggregator = ReduceScatter(up=settings.up, feedback=feedback)
-    partitions = _cut(param, planned, aggregator, plan)
-    return replace(planned, aggregator=aggregator, partitions=partitions, slots=aggregator.slots)
-
-
-def _cut(
-    param: ShardedParam, planned: PlannedParam, settings: ReduceScatter | ShardAllGather, plan: Plan
-) -> tuple[Partition, ...]:
-    """Cut every rank's chunk; first pieces first, so that a message holds about as much for every rank."""
-    step = plan.options.partition_numel
-    chunks = [param.chunk(rank, plan.world_size) for rank in range(plan.world_size)]
-    return tuple(
-        Partition(
-            name=param.name,
-            dtype=planned.info.dtype,
-            offset=first + at,
-            numel=min(step, numel - at),
-            owner=rank,
-            aggregator=settings,
-            key=parameter_key(plan.options.seed, param.name),
-        )
-        for at in range(0, max(numel for _, numel in chunks), step)
-        for rank, (first, numel) in enumerate(chunks)
-        if at < numel
-    )
+    def __str__(self) -> str:
+        if len(self.plans) == 1:
+            return str(self.final)
+        return "\n\n".join(f"from step {start} on:\n{plan}" for start, plan in self.plans)

@@ -5,12 +5,14 @@ finishes the last message of a step ends the step before the last future is reso
 when `backward` returns.
 """
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -18,14 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, BufferPool, Message, Partition
+from thinwire.aggregators import MEAN, Block, Message, Partition, PushPull, work_memory
 from thinwire.codec import measure_codec
-from thinwire.comm.process_group import Outcome, OverlappedDriver
+from thinwire.comm.device import Device, Failure, staged
+from thinwire.comm.process_group import Outcome
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.allocation import Allocator, Errors
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
+from thinwire.integrations.driver import Driver, ServedDriver
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
@@ -33,7 +39,7 @@ from thinwire.integrations.stats import StepStats, Totals
 from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases
-from thinwire.plan import Plan
+from thinwire.plan import Plan, PlannedParam
 from thinwire.state import State
 
 NORM_EVERY = 50  # steps between measurements of residual_ratio, which cost a pass over the residuals
@@ -64,6 +70,7 @@ class _Step:
     local_norm: float = 0.0  # of this rank's gradient, likewise: the largest of any bucket
     delivered: bool = False  # whether the mean has an element other than 0, likewise
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())  # outside of messages
+    errors: Errors = field(default_factory=dict)  # of the gradients under all candidates, in steps that measure them
     error: BaseException | None = None
 
 
@@ -96,7 +103,7 @@ class Link:
     Attributes:
         phases: the plans of a schedule, by the step from which they are valid.
         plan: the last of them, or the only one: every partition with its compressors, owner and bytes;
-            `print(link.plan)`.
+            `print(link.plan)`. With `Allocate` what was chosen last.
         state: residuals and counters.
         error: the first error of the exchange, with its own type (`backward` can only raise RuntimeError).
         skipped_steps: steps that were not finite and left everything as it was (with `scaler`).
@@ -106,7 +113,7 @@ class Link:
         self,
         phases: Phases,
         params: Mapping[str, Tensor],
-        driver: OverlappedDriver,
+        driver: Driver,
         *,
         rank: int,
         optimizer: torch.optim.Optimizer | None = None,
@@ -121,16 +128,23 @@ class Link:
         sparse: Mapping[str, Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
         left_over: Mapping[str, int] | None = None,
+        device: Device | None = None,
+        served: ServedDriver | None = None,
     ) -> None:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
         self.state = State(phases.kept, params, rank)
+        self._allocator = None
+        if phases.choices is not None:
+            self._allocator = Allocator(phases.choices, phases.plans[-1][0], rank, driver.control)
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
         self._sparse, self._group, self._left_over = dict(sparse or {}), group, dict(left_over or {})
         self._names = {id(param): name for name, param in (*params.items(), *self._sparse.items())}
         self._driver = driver
+        self._served = served  # the driver, where servers keep what owners keep; a failed step is then undone
+        self._begun: _Step | None = None  # the last step
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
         self._watch = watch
@@ -139,7 +153,11 @@ class Link:
         self._replicas, self._check_replicas_every = replicas, check_replicas_every
         self._loggers = list(loggers) if rank == 0 else []
         self._unlogged: tuple[int, StepStats] | None = None
-        self._buffers = BufferPool()
+        self._device = device  # None: the host itself
+        self._where = next(iter(params.values())).device
+        self._buffers, self._staging = work_memory(device, pinned=not driver.on_device)
+        if device is not None:
+            device.arrival(*self.state.tensors()).synchronize()
         self._buckets: dict[int, _Bucket] = {}
         self._totals = Totals()
         self._step: _Step | None = None
@@ -156,7 +174,8 @@ class Link:
         """Return per-step means since attach (or the last reset), and what stayed dense and why.
 
         Keys: those of `StepStats`, and `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
-        undo copies, and the float32 copies of buckets of another dtype),
+        undo copies, and the float32 copies of buckets of another dtype), `pinned_nbytes` (memory of the host that
+        blocks of a GPU travel from and to),
         `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
         gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
         """
@@ -170,7 +189,8 @@ class Link:
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
             **totals.means(),
-            "work_nbytes": self._buffers.allocated_nbytes + copies,
+            "work_nbytes": copies + (self._buffers if self._staging is None else self._staging.near).allocated_nbytes,
+            "pinned_nbytes": 0 if self._staging is None else self._staging.pinned.allocated_nbytes,
             "residual_nbytes": self.state.nbytes,
             "dense": {
                 **{param.info.name: param.reason for param in self.plan.params if param.reason},
@@ -184,16 +204,68 @@ class Link:
 
         `torch.distributed.checkpoint` keeps one rank's value of equal keys: give it `thinwire.Checkpointable(link)`.
 
+        With parameter servers an exchange that failed is undone first, which closes the link: what is returned is what
+        was kept before that step.
+
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
+            ServerError: servers did not say what they owe. Asked again, the state comes without.
         """
-        if self._failed is not None or self._step is not None:
+        lost = self._served is not None and (self._failed is not None or self._served.error is not None)
+        if lost:
+            logging.getLogger("thinwire").warning("the run has failed: the state has nothing of what servers owed")
+            self._recover()
+        elif self._failed is not None or self._step is not None:
             what = "a backward pass did not come to its end" if self._failed is None else "an exchange failed"
             raise StateError(
                 f"{what}, and residuals are between two steps: go on from the checkpoint before it"
             ) from self._failed
-        return self.state.state_dict()
+        state = self.state.state_dict()
+        if self._served is not None:
+            state[Slot.OWNER] = {} if lost else self._read_servers(self._served)
+        allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
+        return {**state, **allocation}
+
+    def _owed_by_servers(self) -> list[PlannedParam]:
+        params = self.phases.kept.params
+        return [p for p in params if isinstance(p.aggregator, PushPull) and p.aggregator.feedback is not None]
+
+    def _kept_by_servers(self) -> list[Partition]:
+        """Return the partitions whose residuals at servers this rank saves and loads: every so manieth."""
+        kept = [p for param in self._owed_by_servers() for p in param.partitions]
+        return kept[self.rank :: self.plan.world_size]
+
+    def _read_servers(self, served: ServedDriver) -> dict[str, Tensor]:
+        """Return this rank's share of what servers owe, zero elsewhere, in the shapes of parameters."""
+        partitions = self._kept_by_servers()
+        found = served.read_residuals(partitions, self.state.loss_scale, self.state.step)
+        infos = (param.info for param in self._owed_by_servers())
+        whole = {info.name: torch.zeros(info.numel, dtype=torch.float32) for info in infos}
+        for p, residual in zip(partitions, found, strict=True):
+            whole[p.name][p.offset : p.offset + p.numel] = residual
+        return {name: self.state.in_shape(name, flat) for name, flat in whole.items()}
+
+    def _write_servers(self, served: ServedDriver, saved: Mapping[str, Tensor]) -> None:
+        """Give this rank's share of what servers owe back to them; what was not saved starts at zero."""
+        partitions = self._kept_by_servers()
+        values = list[Tensor]()
+        for p in partitions:
+            flat = torch.zeros(self.plan.by_name[p.name].info.numel, dtype=torch.float32)
+            if p.name in saved:
+                self.state.in_shape(p.name, flat).copy_(saved[p.name])
+            values.append(flat[p.offset : p.offset + p.numel])
+        served.write_residuals(partitions, values, self.state.loss_scale, self.state.learning_rates)
+
+    def _recover(self) -> None:
+        """Undo the step that failed, once no thread is at work on it any more."""
+        self._driver.close()
+        if (step := self._begun) is not None:
+            for message in step.messages:
+                message.restore()
+                message.forget()
+            step.messages.clear()
+        self._step = None
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
@@ -210,7 +282,20 @@ class Link:
             while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
                 time.sleep(0.005)
             self._step = None
-        self.state.load_state_dict(state, strict=strict)
+        if self._allocator is not None:
+            self._allocator.check(state.get("allocation"), strict=strict)
+        elif strict and "allocation" in state:
+            raise StateError(
+                "state was saved with Allocate, and this recipe chooses nothing: attach with Allocate, or load it with "
+                "strict=False, which drops the choice"
+            )
+        served = self._served
+        self.state.load_state_dict(state if served is None else {**state, Slot.OWNER: {}}, strict=strict)
+        if served is not None:
+            self._write_servers(served, state[Slot.OWNER])
+        if self._allocator is not None:
+            self._allocator.load_state_dict(state.get("allocation"))
+            self.plan = self._allocator.plan
         self._agreed = None
 
     def planned_nbytes(self) -> int:
@@ -226,12 +311,13 @@ class Link:
 
         Encodes and decodes as many values as one step does, in scratch memory; nothing travels and nothing changes.
         """
-        return measure_codec(self.plan, self.rank, threads=self._threads)
+        return measure_codec(self.plan, self.rank, threads=self._threads, device=self._where)
 
     def close(self) -> None:
         """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
         self._flush_loggers()
         self._driver.close()
+        self._wait_for_device()
 
     # --- the hook ---------------------------------------------------------------------------------------------------
 
@@ -251,15 +337,28 @@ class Link:
         if step.number % NORM_EVERY == 0:
             step.local_norm = max(step.local_norm, float(torch.linalg.vector_norm(ours.buffer)))
         if ours.plan.is_dense:
-            messages = [Message(ours.plan.layouts[0], [], self.rank, flat=ours.buffer, buffers=self._buffers)]
+            messages = [
+                Message(
+                    ours.plan.layouts[0],
+                    [],
+                    self.rank,
+                    flat=ours.buffer,
+                    buffers=self._buffers,
+                    staging=self._staging,
+                )
+            ]
         else:
             if ours.work is not ours.buffer:
                 ours.work.copy_(ours.buffer)
             messages = ours.messages
             for message in messages:
                 self._begin_message(step, message)
+            if self._allocator is not None and self._allocator.is_measured(step.number):
+                step.errors.update(self._allocator.measure(messages, step.number))
             set_clipping(ours.clipped, step.loss_scale)
-        raw: torch.futures.Future[Any] = torch.futures.Future()
+        device = self._device
+        raw: torch.futures.Future[Any] = torch.futures.Future() if device is None else device.future()
+        arrival = None if device is None else device.arrival(ours.work, ours.buffer)
         waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
         with self._lock:
             step.pending += len(messages)
@@ -271,7 +370,10 @@ class Link:
         for i, message in enumerate(messages):
             message.name = title(f"bucket {bucket.index()}.{i}", message.layout.names)
             kind = type(message.layout.partitions[0].aggregator)
-            done = self._driver.submit(kind.exchange(message), message.layout.rounds, message.name)
+            exchange = kind.exchange(message)
+            if device is not None and arrival is not None:
+                exchange = staged(exchange, device, arrival)
+            done = self._driver.submit(exchange, message.layout.rounds, message.name)
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 
@@ -302,6 +404,7 @@ class Link:
                 step_done = step.closed and step.pending == 0
             if step_done:
                 self._end_step(step)
+                self._wait_for_device()  # this future knows nothing of the exchanges' stream
             if mean is not None and step.error is not None:
                 raise step.error
 
@@ -339,6 +442,7 @@ class Link:
                 self.rank,
                 threads=self._threads,
                 buffers=self._buffers,
+                staging=self._staging,
             )
             for layout, starts in zip(plan.layouts, plan.starts, strict=True)
         ]
@@ -358,6 +462,7 @@ class Link:
         self._close_step()
         if done:
             self._end_step(step)
+            self._wait_for_device()  # no future comes behind it
             if step.error is not None:
                 raise step.error
 
@@ -366,7 +471,7 @@ class Link:
         self._check_replicas()
         if self._watch is not None:
             self._watch.begin()
-        step = _Step(self.state.step, self._agreed_plan())
+        step = self._begun = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
         if self._optimizer is not None:
@@ -400,15 +505,25 @@ class Link:
 
         Ranks that count other steps would exchange other bytes.
         """
-        plan = self.phases.at(self.state.step)
-        if plan is not self._agreed and len(self.phases.plans) > 1:
-            try:
+        try:
+            plan = self._plan_at(self.state.step)
+            if plan is not self._agreed and (len(self.phases.plans) > 1 or self._allocator is not None):
                 agree(lambda: plan, self._driver.control, [f"step={self.state.step}"])
-            except PlanError as error:
-                self.error = self.error or error
-                raise
+        except PlanError as error:
+            self.error = self.error or error
+            raise
         self._agreed = plan
         return plan
+
+    def _plan_at(self, step: int) -> Plan:
+        """Return the plan of a step, after the choice that may be due. Collective where it is."""
+        plan, allocator = self.phases.at(step), self._allocator
+        if allocator is None or plan is not self.phases.final:
+            return plan
+        if allocator.is_due(step):
+            allocator.choose(step)
+            self.plan, self._agreed = allocator.plan, None
+        return allocator.plan
 
     def _begin_message(self, step: _Step, message: Message) -> None:
         message.begin(step.number)
@@ -416,7 +531,7 @@ class Link:
         for block in message.blocks:
             name, feedback = block.partition.name, block.partition.aggregator.feedback
             if feedback is not None:
-                lr = step.learning_rates.get(name, 1.0)
+                lr = block.learning_rate = step.learning_rates.get(name, 1.0)
                 block.unit_ratio = feedback.unit_ratio(
                     lr=lr,
                     last_lr=self.state.learning_rates.get(name, lr),
@@ -434,7 +549,7 @@ class Link:
         if error is None and step.number % NORM_EVERY == 0:
             delivered = any(bool(value.any()) for value in _values(message))
             squared_norm = _squared_norm(message)  # now: the memory it lies in is given back with its bucket
-        if self._scaler is None:
+        if self._scaler is None and self._served is None:
             message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
         with self._lock:
             if error is None:
@@ -456,10 +571,22 @@ class Link:
             bucket = waiter.bucket
             if message.flat is None and bucket.work is not bucket.buffer:
                 bucket.buffer.copy_(bucket.work)
-            waiter.future.set_result(step.error or bucket.buffer)
+            waiter.future.set_result(bucket.buffer if step.error is None else Failure(step.error))
+
+    def _queue(self) -> AbstractContextManager[Any]:
+        """What runs inside goes to the exchanges' stream, where there is a device."""
+        return contextlib.nullcontext() if self._device is None else self._device.queue()
+
+    def _wait_for_device(self) -> None:
+        if self._device is not None:
+            self._device.mark().synchronize()
 
     def _end_step(self, step: _Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
+        with self._queue():
+            self._settle(step)
+
+    def _settle(self, step: _Step) -> None:
         nonfinite = sorted(step.nonfinite.union(*(message.nonfinite for message in step.messages)))
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
@@ -474,6 +601,8 @@ class Link:
                 step.error = self._raise_or_warn(not_finite(nonfinite))
             elif step.number % NORM_EVERY == 0 and not step.delivered and not _may_hold_back(step):
                 step.error = lost(step.local_norm, step.number, self._driver.control)
+            if self._allocator is not None and not nonfinite:
+                self._allocator.add(step.errors, step.loss_scale)
             self.state.step += 1
             self._commit_units(step)
         step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
@@ -481,9 +610,10 @@ class Link:
             step.stats.residual_ratio = self._residual_ratio(step)
         else:
             step.stats.residual_ratio = self._totals.last.residual_ratio
-        for message in step.messages:
-            message.forget()
-        step.messages.clear()
+        if self._failed is None or self._served is None:
+            for message in step.messages:
+                message.forget()
+            step.messages.clear()
         with self._lock:
             self._totals.add(step.stats)
             self._unlogged = (step.number, step.stats)
@@ -543,13 +673,14 @@ class _Finish:
 
     def __call__(self, done: "Future[Outcome]") -> None:
         try:
-            self.link._finished(self.step, self.waiter, self.message, done)
+            with self.link._queue():
+                self.link._finished(self.step, self.waiter, self.message, done)
         except BaseException as error:  # a future swallows what its callbacks raise, and backward would wait for ever
             self.link.error = self.link.error or error
             self.link._failed = self.link._failed or error
             self.link._driver.fail(error)
             if not self.waiter.future.done():
-                self.waiter.future.set_result(error)
+                self.waiter.future.set_result(Failure(error))
 
 
 def _in_backward() -> bool:
@@ -574,6 +705,6 @@ def _squared_norm(message: Message) -> float:
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:
     """Return the bucket, or raise. `set_exception` would lose the message on its way through C++."""
     result = done.value()
-    if isinstance(result, BaseException):
-        raise result
+    if isinstance(result, Failure):
+        raise result.error
     return result

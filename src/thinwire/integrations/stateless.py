@@ -1,5 +1,6 @@
 """Hooks that remember nothing between steps: the plan is made from each bucket as it comes."""
 
+import contextlib
 import threading
 import weakref
 from concurrent.futures import Future
@@ -9,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import Block, BufferPool, Message
-from thinwire.comm.process_group import Outcome, OverlappedDriver, common_group
+from thinwire.aggregators import Block, BufferPool, Message, Staging, work_memory
+from thinwire.comm.device import Cuda, Device, Failure, staged
+from thinwire.comm.process_group import DEPTH, Outcome, OverlappedDriver, common_group
 from thinwire.comm.tracing import title
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.link import unwrap
 from thinwire.integrations.sparse import sum_sparse
 from thinwire.plan import build_plan
 from thinwire.recipes import parse_recipe
+
+_Memory = tuple[Device | None, BufferPool, Staging | None]  # what values lie on, and what blocks travel from
 
 
 class StatelessHook:
@@ -33,23 +37,25 @@ class StatelessHook:
         self._drivers: weakref.WeakKeyDictionary[dist.ProcessGroup, OverlappedDriver] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._plans: dict[tuple[Any, ...], BucketPlan] = {}
-        self._buffers = BufferPool()
+        self._memories: dict[tuple[torch.device, bool], _Memory] = {}
 
     def run(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange one bucket over `state`, or over the default group."""
         group = common_group(state)
         driver = self._drivers.get(group)
         if driver is None:
-            driver = self._drivers[group] = OverlappedDriver(group)
+            where = bucket.buffer().device
+            workers = 1 if where.type == "cpu" else DEPTH
+            driver = self._drivers[group] = OverlappedDriver(group, workers=workers, device=where)
         # Every pass draws other numbers. Passes of several models count alike on all ranks, as hooks are called alike.
         self._steps[group] = step = self._steps.get(group, -1) + (bucket.index() == 0)
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return sum_sparse(buffer, group)
         plan = self._plan(bucket, buffer, dist.get_world_size(group))
-        raw: torch.futures.Future[Any] = torch.futures.Future()
+        device, buffers, staging = self._memory(buffer.device, on_device=driver.on_device)
         if plan.is_dense:
-            messages = [Message(plan.layouts[0], [], driver.rank, flat=buffer, buffers=self._buffers)]
+            messages = [Message(plan.layouts[0], [], driver.rank, flat=buffer, buffers=buffers, staging=staging)]
             work = buffer
         else:
             work = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
@@ -59,16 +65,27 @@ class StatelessHook:
                     [Block(p, work[at : at + p.numel]) for p, at in zip(layout.partitions, starts, strict=True)],
                     driver.rank,
                     step,
-                    buffers=self._buffers,
+                    buffers=buffers,
+                    staging=staging,
                 )
                 for layout, starts in zip(plan.layouts, plan.starts, strict=True)
             ]
-        countdown = _Countdown(len(messages), raw, buffer, work)
+        raw: torch.futures.Future[Any] = torch.futures.Future() if device is None else device.future()
+        arrival = None if device is None else device.arrival(work, buffer)
+        countdown = _Countdown(len(messages), raw, buffer, work, device)
         for i, message in enumerate(messages):
             message.name = title(f"bucket {bucket.index()}.{i}", message.layout.names)
             exchange = type(message.layout.partitions[0].aggregator).exchange(message)
+            if device is not None and arrival is not None:
+                exchange = staged(exchange, device, arrival)
             driver.submit(exchange, message.layout.rounds, message.name).add_done_callback(countdown)
         return raw.then(unwrap)
+
+    def _memory(self, where: torch.device, *, on_device: bool) -> _Memory:
+        if (where, on_device) not in self._memories:
+            device = None if where.type == "cpu" else Cuda(where)
+            self._memories[where, on_device] = (device, *work_memory(device, pinned=not on_device))
+        return self._memories[where, on_device]
 
     def _plan(self, bucket: dist.GradBucket, buffer: Tensor, world_size: int) -> BucketPlan:
         parameters = bucket.parameters()
@@ -84,8 +101,10 @@ class StatelessHook:
 class _Countdown:
     """Resolves a bucket's future when its last message is done."""
 
-    def __init__(self, num: int, future: "torch.futures.Future[Any]", buffer: Tensor, work: Tensor) -> None:
-        self._num, self._future, self._buffer, self._work = num, future, buffer, work
+    def __init__(
+        self, num: int, future: "torch.futures.Future[Any]", buffer: Tensor, work: Tensor, device: Device | None
+    ) -> None:
+        self._num, self._future, self._buffer, self._work, self._device = num, future, buffer, work, device
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -95,9 +114,10 @@ class _Countdown:
             self._error = self._error or done.exception()
             last = self._num == 0
         if last:
-            try:
-                if self._work is not self._buffer and self._error is None:
-                    self._buffer.copy_(self._work)
-            except BaseException as error:  # the driver's future would swallow it, and backward would wait for ever
-                self._error = error
-            self._future.set_result(self._error or self._buffer)
+            with contextlib.nullcontext() if self._device is None else self._device.queue():
+                try:
+                    if self._work is not self._buffer and self._error is None:
+                        self._buffer.copy_(self._work)
+                except BaseException as error:  # the driver's future would swallow it, and backward would wait for ever
+                    self._error = error
+                self._future.set_result(self._buffer if self._error is None else Failure(self._error))

@@ -12,6 +12,8 @@ import types
 import warnings
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from thinwire.errors import ThinwireError
 from thinwire.kernels.jobs import Batch as Batch
 from thinwire.kernels.jobs import DecodeBatch as DecodeBatch
@@ -63,6 +65,11 @@ def serving(
     if not jobs:
         return active()
     where = jobs.buffer if isinstance(jobs, Batch) else jobs[0].acc if isinstance(jobs[0], ReduceJob) else jobs[0].out
+    return serving_device(where)
+
+
+def serving_device(where: Tensor) -> types.ModuleType:
+    """Return the module that holds the kernels for the device of a tensor."""
     return _on_cuda() if where.is_cuda else active()
 
 

@@ -108,6 +108,7 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
         self.shared = shared
         self.step = 0
         self.residual_scales: Sequence[float] = ()
+        self.any_residual = any(residual is not None for residual in residuals)
         self._xs, self._residuals, self._keys = xs, residuals, keys
 
     def at(self, out: Tensor, *, step: int, residual_scales: Sequence[float]) -> None:

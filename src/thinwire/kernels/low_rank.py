@@ -14,8 +14,8 @@ References:
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from thinwire.random import Key, uniform
 
 ErrorForm = Literal["local", "aggregated"]
 
-_DEPENDENT = 1e-10  # what is left of a column that its predecessors span, in float64, is below this part of it
+DEPENDENT = 1e-10  # what is left of a column that its predecessors span, in float64, is below this part of it
 _CHUNK = 1 << 16  # elements rebuilt at a time, so that they stay in the cache
 
 
@@ -54,7 +54,12 @@ def draw_q(key: Key, n: int, rank: int, device: torch.device | str = "cpu") -> T
 
     Normal, so that no direction is preferred, whatever the matrix.
     """
-    return torch.special.ndtri(uniform(key, n * rank, device).to(torch.float64)).to(torch.float32).view(rank, n).mT
+    return to_normal(uniform(key, n * rank, device)).view(rank, n).mT
+
+
+def to_normal(uniforms: Tensor) -> Tensor:
+    """Return the normal values of which such parts are below, float32."""
+    return torch.special.ndtri(uniforms.to(torch.float64)).to(torch.float32)
 
 
 def factor_p(matrices: Tensor, q: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def factor_q(matrices: Tensor, p: Tensor) -> Tensor:
     return (p.mT @ matrices).mT
 
 
-def orthogonalise_(p: Tensor) -> Tensor:
+def orthogonalise_(p: Tensor, *, threads: int = 1) -> Tensor:
     """Make the columns of P orthonormal, in place, and return it; columns that the ones before them span become zero.
 
     Modified Gram-Schmidt in float64, twice, with the project's fixed summation tree: the same bits on every machine.
@@ -87,14 +92,14 @@ def orthogonalise_(p: Tensor) -> Tensor:
         for k in range(columns.shape[-2]):
             column, rest = columns[..., k : k + 1, :], columns[..., k + 1 :, :]
             square = tree_sum(column * column)[..., None]  # (..., 1, 1)
-            new = square > before[..., k : k + 1, None] * _DEPENDENT**2  # false for nan
+            new = square > before[..., k : k + 1, None] * DEPENDENT**2  # false for nan
             unit = torch.where(new, column / sqrt(torch.where(new, square, 1.0)), 0.0)
             column.copy_(unit)
             rest -= tree_sum(rest * unit)[..., None] * unit
     return p.copy_(columns.mT)
 
 
-def reconstruct(p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+def reconstruct(p: Tensor, q: Tensor, *, out: Tensor | None = None, threads: int = 1) -> Tensor:
     """Return P Q^T, float32, summed from the first column to the last: the same bits on every machine."""
     rows, columns = p.to(torch.float32), q.to(torch.float32).mT.contiguous()  # (..., r, n)
     (m, rank), n = p.shape[-2:], q.shape[-2]
@@ -125,6 +130,17 @@ def leave_error_(matrices: Tensor, p: Tensor, own_q: Tensor, mean_q: Tensor, *, 
 # --- encoded blocks: a scale, P, Q ----------------------------------------------------------------------------------
 
 
+class Steps(NamedTuple):
+    """The functions above, or compiled ones that give the same bits."""
+
+    draw_q: Callable[..., Tensor]
+    orthogonalise_: Callable[..., Tensor]
+    reconstruct: Callable[..., Tensor]
+
+
+_STEPS = Steps(draw_q, orthogonalise_, reconstruct)
+
+
 def encode_low_rank(
     jobs: Sequence[EncodeJob],
     *,
@@ -133,6 +149,7 @@ def encode_low_rank(
     num_iterations: int,
     dtype: torch.dtype,
     threads: int = 1,
+    steps: Steps = _STEPS,
 ) -> list[bool]:
     """Write a float32 scale s, P as (r', m) and Q as (r', n), for M / s; s is the power of two below max|q|.
 
@@ -148,17 +165,17 @@ def encode_low_rank(
         scale = _power_of_two_below(peak)
         matrix = (values / scale).view(m, n)
         assert job.key is not None, "low rank needs a key"
-        q = draw_q(job.key, n, r, values.device)
+        q = steps.draw_q(job.key, n, r, values.device)
         p = q.new_zeros(r, m).mT
         for _ in range(num_iterations):
-            p = orthogonalise_(factor_p(matrix, q))
+            p = steps.orthogonalise_(factor_p(matrix, q), threads=threads)
             q = factor_q(matrix, p)
         job.out[:4].view(torch.float32).copy_(scale)
         payload = torch.cat([p.mT.reshape(-1), q.mT.reshape(-1)]).to(dtype)
         end = 4 + payload.numel() * dtype.itemsize
         job.out[4:end].view(dtype).copy_(payload)
         job.out[end:].zero_()
-        decoded = _decoded(job.out, shape, rank, dtype, out=matrix)
+        decoded = _decoded(job.out, shape, rank, dtype, steps, threads, out=matrix)
         finite.append(bool((peak.isfinite() & _peak(decoded).isfinite()).item()))
         if job.residual is not None:
             job.residual.sub_(decoded)
@@ -172,17 +189,27 @@ def decode_low_rank(
     rank: int,
     dtype: torch.dtype,
     threads: int = 1,
+    steps: Steps = _STEPS,
 ) -> None:
     """Set M = (P Q^T) s."""
     for job, shape in zip(jobs, shapes, strict=True):
-        deliver(job, _decoded(job.data, shape, rank, dtype))
+        deliver(job, _decoded(job.data, shape, rank, dtype, steps, threads))
 
 
-def _decoded(data: Tensor, shape: Sequence[int], rank: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def _decoded(
+    data: Tensor,
+    shape: Sequence[int],
+    rank: int,
+    dtype: torch.dtype,
+    steps: Steps,
+    threads: int,
+    out: Tensor | None = None,
+) -> Tensor:
     (m, n), r = matrix_shape(shape), effective_rank(shape, rank)
     payload = data[4 : 4 + r * (m + n) * dtype.itemsize].view(dtype)
+    payload = payload.to(torch.float32)
     p, q = payload[: r * m].view(r, m).mT, payload[r * m :].view(r, n).mT
-    return reconstruct(p, q, out=out).mul_(data[:4].view(torch.float32)).view(-1)
+    return steps.reconstruct(p, q, out=out, threads=threads).mul_(data[:4].view(torch.float32)).view(-1)
 
 
 def _peak(values: Tensor) -> Tensor:

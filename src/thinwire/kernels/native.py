@@ -12,12 +12,12 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.kernels import packing
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
-from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
 from thinwire.kernels.native_block_cast import decode_block_cast as decode_block_cast
 from thinwire.kernels.native_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.native_dither import decode_dither as decode_dither
 from thinwire.kernels.native_dither import encode_dither as encode_dither
+from thinwire.kernels.native_fixed_point import decode_fixed_point as decode_fixed_point
+from thinwire.kernels.native_fixed_point import encode_fixed_point as encode_fixed_point
 from thinwire.kernels.native_global import decode_global_exponential as decode_global_exponential
 from thinwire.kernels.native_global import decode_global_linear as decode_global_linear
 from thinwire.kernels.native_global import encode_global_exponential as encode_global_exponential
@@ -25,6 +25,11 @@ from thinwire.kernels.native_global import encode_global_linear as encode_global
 from thinwire.kernels.native_global import reduce_global_exponential as reduce_global_exponential
 from thinwire.kernels.native_global import reduce_global_linear as reduce_global_linear
 from thinwire.kernels.native_global import shared_norms as shared_norms
+from thinwire.kernels.native_low_rank import decode_low_rank as decode_low_rank
+from thinwire.kernels.native_low_rank import draw_q as draw_q
+from thinwire.kernels.native_low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.native_low_rank import orthogonalise_ as orthogonalise_
+from thinwire.kernels.native_low_rank import reconstruct as reconstruct
 from thinwire.kernels.native_min_max import decode_min_max as decode_min_max
 from thinwire.kernels.native_min_max import encode_min_max as encode_min_max
 from thinwire.kernels.native_natural import decode_natural as decode_natural

@@ -26,7 +26,7 @@ def encode_random_k(
     packing.check_dtype(dtype, *_NUMBERS)
     packing.check_keys(jobs)
     packing.check_random_k(jobs, k, dtype, block, period)
-    packed = packing.pack_encode(jobs, packing.random_k_nbytes(dtype, block), k)
+    packed = packing.pack_encode(jobs, packing.random_k_nbytes(dtype, block, period), k)
     finite = _native.encode_random_k(packed, _NUMBERS[dtype], block, period, scaled, threads)
     return [flag != 0 for flag in finite]
 
@@ -44,5 +44,5 @@ def decode_random_k(
     packing.check_threads(threads)
     packing.check_dtype(dtype, *_NUMBERS)
     packing.check_random_k(jobs, k, dtype, block, period)
-    packed = packing.pack_decode(jobs, packing.random_k_nbytes(dtype, block), k)
+    packed = packing.pack_decode(jobs, packing.random_k_nbytes(dtype, block, period), k)
     _native.decode_random_k(packed, packing.pack_streams(jobs), _NUMBERS[dtype], block, period, threads)

@@ -18,6 +18,7 @@ from thinwire.kernels.codes import blocks_nbytes, packed_nbytes
 from thinwire.kernels.jobs import Batch, DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 from thinwire.kernels.ternary import ternary_nbytes
 from thinwire.kernels.top_k_layout import MAX_NUMEL, payload_nbytes, top_k_layout
+from thinwire.random import Key
 
 ENCODE_JOB = struct.Struct("<7Q2IfI")
 DECODE_JOB = struct.Struct("<3Qf3I")
@@ -122,6 +123,12 @@ def check_min_max(bits: int, block: int, bagua: bool, stochastic: bool) -> None:
         raise ValueError("min-max: BAGUA's rule rounds to nearest, got stochastic=True")
 
 
+def check_fixed_point(bits: int, block: int) -> None:
+    """Raise unless there are such codes."""
+    if not 2 <= bits <= 8 or block < 0:
+        raise ValueError(f"fixed-point codes: expected 2 to 8 bits and a block of at least 0, got {bits} and {block}")
+
+
 def check_keys(jobs: Sequence[EncodeJob]) -> None:
     """Raise where there is no key to draw random numbers with."""
     # A batch always has keys.
@@ -139,7 +146,7 @@ def check_top_k(
 ) -> None:
     """Raise where values have no such dtype, where indices have no room in 16 bits, or where k is none of n."""
     check_dtype(dtype, *dtypes)
-    if isinstance(jobs, Batch) and jobs.packed_for == _purpose(top_k_nbytes(dtype, chunked), k):
+    if isinstance(jobs, Batch) and jobs.packed_for == purpose(top_k_nbytes(dtype, chunked), k):
         return  # checked when it was packed
     lengths = [(job.x if isinstance(job, EncodeJob) else job.out).numel() for job in jobs]
     longest = max(lengths, default=0)
@@ -160,7 +167,7 @@ def check_random_k(
         raise ValueError(
             f"random-k: expected a block from 1 to {MAX_BLOCK} and a period of at least 0, got {block} and {period}"
         )
-    if isinstance(jobs, Batch) and jobs.packed_for == (random_k_nbytes(dtype, block), tuple(k)) and not period:
+    if isinstance(jobs, Batch) and jobs.packed_for == purpose(random_k_nbytes(dtype, block, period), k):
         return  # checked when it was packed
     for job, num_kept in zip(jobs, k, strict=True):
         num_units = -(-(job.x if isinstance(job, EncodeJob) else job.out).numel() // block)
@@ -213,6 +220,12 @@ def min_max_nbytes(bits: int, block: int) -> PayloadNbytes:
     return lambda n, _: 8 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
 
 
+@functools.cache
+def fixed_point_nbytes(bits: int, block: int) -> PayloadNbytes:
+    """Return the payload of `encode_fixed_point`."""
+    return lambda n, _: 2 * -(-n // (block or max(n, 1))) + blocks_nbytes(n, bits, block or max(n, 1))
+
+
 def one_bit_nbytes(n: int, _: int) -> int:
     """Return the payload of `encode_one_bit`."""
     return 4 + -(-n // 8)
@@ -230,8 +243,8 @@ def top_k_nbytes(dtype: torch.dtype, chunked: bool) -> PayloadNbytes:
 
 
 @functools.cache
-def random_k_nbytes(dtype: torch.dtype, block: int) -> PayloadNbytes:
-    """Return the payload of `encode_random_k`."""
+def random_k_nbytes(dtype: torch.dtype, block: int, period: int) -> PayloadNbytes:
+    """Return the payload of `encode_random_k`; another function for another `period`, for which k was checked."""
     return lambda _, num_kept: num_kept * block * dtype.itemsize
 
 
@@ -246,9 +259,9 @@ def pack_encode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, EncodeBatch):
-        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
+        if jobs.packed_for != purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_encode(list(jobs), payload_nbytes, k, device), _ENCODE_ROW)
-            jobs.packed_for = _purpose(payload_nbytes, k)
+            jobs.packed_for = purpose(payload_nbytes, k)
         check_tensor(jobs.buffer, torch.uint8, "out", device)
         jobs.packed["out"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["step"] = jobs.step & _MASK32
@@ -295,9 +308,9 @@ def pack_decode(
 ) -> bytes:
     """Check the jobs, whose tensors must lie on `device` (None: the CPU), and pack them; of a batch, what moved."""
     if isinstance(jobs, DecodeBatch):
-        if jobs.packed_for != _purpose(payload_nbytes, k):  # else only what moved is new
+        if jobs.packed_for != purpose(payload_nbytes, k):  # else only what moved is new
             jobs.packed = _rows(pack_decode(list(jobs), payload_nbytes, k, device), _DECODE_ROW)
-            jobs.packed_for = _purpose(payload_nbytes, k)
+            jobs.packed_for = purpose(payload_nbytes, k)
         check_tensor(jobs.buffer, torch.uint8, "data", device)
         jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
         jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
@@ -327,15 +340,20 @@ def pack_streams(jobs: Sequence[DecodeJob]) -> bytes:
     packed: list[bytes] = []
     for key in keys:
         assert key is not None, "decoding draws random numbers: it needs a key"
-        packed.append(STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32))
+        packed.append(pack_stream(key))
     return b"".join(packed)
+
+
+def pack_stream(key: Key) -> bytes:
+    """Pack one stream."""
+    return STREAM.pack(key.key & _MASK64, key.offset, key.step & _MASK32, key.stream & _MASK32)
 
 
 def _rows(packed: bytes, row: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
     return np.frombuffer(bytearray(packed), dtype=row)
 
 
-def _purpose(payload_nbytes: PayloadNbytes, k: Sequence[int] | None) -> tuple[PayloadNbytes, tuple[int, ...] | None]:
+def purpose(payload_nbytes: PayloadNbytes, k: Sequence[int] | None) -> tuple[PayloadNbytes, tuple[int, ...] | None]:
     """Return what jobs are checked for. The caches above make equal settings the same function."""
     return payload_nbytes, None if k is None else tuple(k)
 

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.errors import WireError
 from thinwire.kernels.jobs import Batch, DecodeJob, EncodeBatch, EncodeJob, ReduceJob
-from thinwire.kernels.packing import MAX_BLOCK, PayloadNbytes, check_dtype, check_tensor
+from thinwire.kernels.packing import MAX_BLOCK, PayloadNbytes, check_dtype, check_tensor, purpose
 
 SHARED = struct.Struct("<Q")
 NOT_SHARED = SHARED.pack(0)  # of a job whose scales travel with its codes
@@ -49,6 +49,8 @@ def check_top_chunks(
     check_dtype(dtype, *_VALUES)
     if not 1 <= chunk <= MAX_BLOCK:
         raise ValueError(f"top chunks: expected a chunk from 1 to {MAX_BLOCK}, got {chunk}")
+    if isinstance(jobs, Batch) and jobs.packed_for == purpose(top_chunks_nbytes(dtype, chunk), k):
+        return  # checked when it was packed
     for job, num_kept in zip(jobs, k, strict=True):
         num_chunks = -(-(job.x if isinstance(job, EncodeJob) else job.out).numel() // chunk)
         if not 0 <= num_kept <= num_chunks:

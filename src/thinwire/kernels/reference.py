@@ -16,11 +16,16 @@ from torch import Tensor
 from thinwire.kernels.codes import pack, unpack
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
+from thinwire.kernels.low_rank import draw_q as draw_q
 from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.low_rank import orthogonalise_ as orthogonalise_
+from thinwire.kernels.low_rank import reconstruct as reconstruct
 from thinwire.kernels.reference_block_cast import decode_block_cast as decode_block_cast
 from thinwire.kernels.reference_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.reference_dither import decode_dither as decode_dither
 from thinwire.kernels.reference_dither import encode_dither as encode_dither
+from thinwire.kernels.reference_fixed_point import decode_fixed_point as decode_fixed_point
+from thinwire.kernels.reference_fixed_point import encode_fixed_point as encode_fixed_point
 from thinwire.kernels.reference_global import decode_global_exponential as decode_global_exponential
 from thinwire.kernels.reference_global import decode_global_linear as decode_global_linear
 from thinwire.kernels.reference_global import encode_global_exponential as encode_global_exponential

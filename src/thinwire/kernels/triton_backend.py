@@ -10,7 +10,10 @@ from typing import NoReturn
 from thinwire.errors import ThinwireError
 from thinwire.kernels import reference
 from thinwire.kernels.low_rank import decode_low_rank as decode_low_rank
+from thinwire.kernels.low_rank import draw_q as draw_q
 from thinwire.kernels.low_rank import encode_low_rank as encode_low_rank
+from thinwire.kernels.low_rank import orthogonalise_ as orthogonalise_
+from thinwire.kernels.low_rank import reconstruct as reconstruct
 from thinwire.kernels.triton_block_cast import decode_block_cast as decode_block_cast
 from thinwire.kernels.triton_block_cast import encode_block_cast as encode_block_cast
 from thinwire.kernels.triton_block_quant import decode_block_quant as decode_block_quant
@@ -20,6 +23,8 @@ from thinwire.kernels.triton_cast import decode_cast as decode_cast
 from thinwire.kernels.triton_cast import encode_cast as encode_cast
 from thinwire.kernels.triton_dither import decode_dither as decode_dither
 from thinwire.kernels.triton_dither import encode_dither as encode_dither
+from thinwire.kernels.triton_fixed_point import decode_fixed_point as decode_fixed_point
+from thinwire.kernels.triton_fixed_point import encode_fixed_point as encode_fixed_point
 from thinwire.kernels.triton_global import decode_global_exponential as decode_global_exponential
 from thinwire.kernels.triton_global import decode_global_linear as decode_global_linear
 from thinwire.kernels.triton_global import encode_global_exponential as encode_global_exponential

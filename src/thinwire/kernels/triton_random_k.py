@@ -132,7 +132,7 @@ def encode_random_k(
     if not jobs:
         return []
     device = jobs[0].x.device
-    table = Table.of_encode(packing.pack_encode(jobs, packing.random_k_nbytes(dtype, block), k, device), device)
+    table = Table.of_encode(packing.pack_encode(jobs, packing.random_k_nbytes(dtype, block, period), k, device), device)
     drawn = _draw_masks(table, table.words[:, ENCODE_STREAM], ENCODE_N, k, block, period)
     encode_units(table, *drawn, max(k), dtype, block, period=period, scaled=scaled)
     return table.finite()
@@ -154,7 +154,7 @@ def decode_random_k(
     if not jobs:
         return
     device = jobs[0].out.device
-    table = Table.of_decode(packing.pack_decode(jobs, packing.random_k_nbytes(dtype, block), k, device), device)
+    table = Table.of_decode(packing.pack_decode(jobs, packing.random_k_nbytes(dtype, block, period), k, device), device)
     streams = np.frombuffer(packing.pack_streams(jobs), dtype=np.int64).reshape(-1, 3)
     drawn = _draw_masks(table, streams, DECODE_N, k, block, period)
     decode_units(table, *drawn, max(k), dtype, block, period=period)

@@ -1,0 +1,138 @@
+"""``thinwire server``: a parameter server."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.bench import argument, positive, positive_int
+from thinwire.errors import ServerError
+
+if TYPE_CHECKING:
+    from thinwire.server.metrics import StatusLine
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add ``server`` and its arguments."""
+    parser = subparsers.add_parser(
+        "server",
+        help="form the mean of what workers push, compressed both ways",
+        description=(
+            "Serves one run after another, until interrupted. Workers attach with "
+            "thinwire.attach(model, recipe, servers=['tcp://HOST:PORT', ...]). Needs no GPU."
+        ),
+    )
+    parser.add_argument(
+        "--bind", metavar="tcp://HOST:PORT", required=True, help="0.0.0.0 for all; port 0 for a free one"
+    )
+    parser.add_argument("--num-workers", type=positive_int, required=True, help="ranks of a run")
+    parser.add_argument(
+        "--server-index",
+        type=argument(parse_index),
+        default=(0, 1),
+        metavar="i/num",
+        help="which of how many servers this is (default: 0/1)",
+    )
+    parser.add_argument(
+        "--keys", metavar="FOLDER", type=Path, help="FOLDER/server of `thinwire keys`; free on loopback"
+    )
+    parser.add_argument("--threads", type=positive_int, default=1, help="that decode and encode (default: 1)")
+    parser.add_argument(
+        "--on-worker-loss",
+        choices=("fail", "continue"),
+        default="fail",
+        help="fail: the others get an error; continue: means are over those present (default: fail)",
+    )
+    parser.add_argument(
+        "--order",
+        choices=("rank", "arrival"),
+        default="rank",
+        help="in which contributions are added; by rank, runs repeat to the bit (default: rank)",
+    )
+    parser.add_argument(
+        "--heartbeat-timeout", type=positive, default=30.0, help="seconds of silence after which a worker is lost"
+    )
+    parser.add_argument(
+        "--metrics", type=int, metavar="PORT", help="Prometheus numbers at http://127.0.0.1:PORT/metrics"
+    )
+    parser.add_argument("--status", type=positive, metavar="SECONDS", help="print a line of numbers every so often")
+    parser.add_argument(
+        "--cpu-affinity",
+        type=argument(parse_cpus),
+        metavar="CPUS",
+        help="processors to run on, such as 0,2-5 (default: all)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve."""
+    from thinwire.server.keys import ServerKeys
+    from thinwire.server.metrics import StatusLine, serve_metrics
+    from thinwire.server.process import Server
+    from thinwire.server.service import ServiceOptions
+
+    index, num = args.server_index
+    if args.cpu_affinity is not None:
+        try:
+            os.sched_setaffinity(0, args.cpu_affinity)
+        except OSError:
+            allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+            raise ServerError(f"--cpu-affinity: expected some of the processors {allowed}") from None
+    options = ServiceOptions(
+        num_workers=args.num_workers,
+        server=index,
+        num_servers=num,
+        order=args.order,
+        on_worker_loss=args.on_worker_loss,
+        heartbeat_timeout_s=args.heartbeat_timeout,
+        threads=args.threads,
+    )
+    server = Server(args.bind, options, None if args.keys is None else ServerKeys.read(args.keys))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    print(f"server {index} of {num} for {args.num_workers} workers at {server.address}", flush=True)
+    if args.metrics is not None:
+        port = serve_metrics(server, args.metrics)
+        print(f"metrics at http://127.0.0.1:{port}/metrics", flush=True)
+    if args.status is not None:
+        threading.Thread(target=_say, args=(StatusLine(server), args.status), daemon=True).start()
+    server.run()
+    print(f"served {server.service.counts['rounds']} rounds", file=sys.stderr)
+    return 0
+
+
+def _say(status: "StatusLine", every_s: float) -> None:
+    while True:
+        time.sleep(every_s)
+        print(status.line(), file=sys.stderr, flush=True)
+
+
+def parse_index(text: str) -> tuple[int, int]:
+    """Read which of how many.
+
+    >>> parse_index("1/4")
+    (1, 4)
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"expected which of how many servers, such as 0/2 or 1/2, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Read processors and ranges of them.
+
+    >>> sorted(parse_cpus("0,2-4"))
+    [0, 2, 3, 4]
+    """
+    found = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    if found is None:
+        raise ValueError(f"expected processors such as 0,2-5, got {text!r}")
+    ends = ([int(end) for end in part.split("-")] for part in text.split(","))
+    return {cpu for first, *last in ends for cpu in range(first, (last[0] if last else first) + 1)}

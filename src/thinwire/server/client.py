@@ -1,0 +1,397 @@
+"""The driver that performs rounds through parameter servers."""
+
+import datetime
+import functools
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.aggregators import Partition
+from thinwire.comm.lane import Lane
+from thinwire.comm.local import check_round
+from thinwire.comm.process_group import (
+    DEFAULT_TIMEOUT,
+    Outcome,
+    all_gather_text,
+    own_group,
+    own_store,
+    perform,
+)
+from thinwire.comm.rounds import Exchange, Pull, Push, Round, Transfer
+from thinwire.comm.tracing import span
+from thinwire.errors import AttachError, ServerError
+from thinwire.server.channel import LEAVE_S, Channel
+from thinwire.server.keys import WorkerKeys
+from thinwire.server.protocol import Kind, Residuals, pack_values
+from thinwire.server.sockets import check_address, is_loopback, zmq_module
+from thinwire.wire import digest_of, split
+
+QUESTION_NBYTES = 1 << 24  # of residuals that one frame asks for or sets, about
+DEPTH = 16  # exchanges under way at once, by default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Servers:
+    """Where the parameter servers are, and how to talk to them.
+
+    Attributes:
+        addresses: tcp://host:port of every server, in the order of their --server-index; the same on all workers.
+        keys: the folder FOLDER/worker that `thinwire keys FOLDER` made; required unless all addresses are loopback.
+        heartbeat_s: seconds between signs of life.
+        heartbeat_timeout_s: a server that says nothing for so long is taken for dead, which is an error here.
+        connect_timeout_s: for all servers to answer and all workers to come.
+
+    Raises:
+        ServerError: no address, one of another kind, or keys are missing.
+
+    Example:
+        >>> Servers(addresses=("tcp://127.0.0.1:5555",)).num_servers
+        1
+    """
+
+    addresses: tuple[str, ...]
+    keys: str | Path | None = None
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 30.0
+    connect_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.addresses or len(set(self.addresses)) < len(self.addresses):
+            raise ServerError(f"servers: expected one address per server, each another, got {self.addresses}")
+        hosts = [check_address(address) for address in self.addresses]
+        if self.keys is None and (remote := [host for host in hosts if not is_loopback(host)]):
+            raise ServerError(
+                f"servers: expected keys, since {remote[0]} is another machine: attach(..., keys='FOLDER/worker'), "
+                "made by  thinwire keys FOLDER"
+            )
+        if not 0 < self.heartbeat_s < self.heartbeat_timeout_s or self.connect_timeout_s <= 0:
+            raise ServerError(
+                "servers: expected 0 < heartbeat_s < heartbeat_timeout_s and a positive connect_timeout_s"
+            )
+
+    @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return len(self.addresses)
+
+    def connect(self, group: dist.ProcessGroup, workers: int, timeout: datetime.timedelta | None) -> "ServerDriver":
+        """Make a driver. Collective."""
+        return ServerDriver(self, group, workers=workers, timeout=timeout)
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One exchange under way. Touched by one thread at a time: a pool thread, then the channel's, ..."""
+
+    exchange: Exchange
+    schedule: tuple[Round, ...]
+    name: str
+    done: Future[Outcome] = field(default_factory=lambda: Future[Outcome]())
+    outcome: Outcome = field(default_factory=Outcome)
+    transfer: Transfer | None = None  # of the round under way: keeps its buffers alive
+    outstanding: int = 0  # answers that this round waits for
+    started_s: float = 0.0
+
+
+class ServerDriver:
+    """Runs many exchanges at once through parameter servers: `OverlappedDriver`'s methods, other rounds.
+
+    Exchanges whose rounds are all-reduces (of parameters that no compressor takes) go through a process group of their
+    own, one after another. After an error every exchange, present or future, fails with it, and servers are told.
+
+    Args:
+        servers: where they are.
+        group: the ranks that take part.
+        workers: threads that encode and decode.
+        depth: exchanges under way at once, which bounds work memory.
+        timeout: of each mean and each all-reduce; None for torch's default.
+
+    Creating one is collective: every rank of `group` must do it.
+    """
+
+    on_device = False
+
+    def __init__(
+        self,
+        servers: Servers,
+        group: dist.ProcessGroup,
+        *,
+        workers: int = 1,
+        depth: int = DEPTH,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        zmq_module()
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._servers, self._depth = servers, depth
+        self._timeout = timeout or DEFAULT_TIMEOUT
+        ranks = dist.get_process_group_ranks(group)
+        store = own_store(ranks, self.rank)
+        control, reducing = (dist.PrefixStore(name, store) for name in ("control", "all-reduce"))
+        self.control = own_group(control, self.rank, len(ranks), self._timeout)
+        self._group = own_group(reducing, self.rank, len(ranks), self._timeout)
+        self._session = int(all_gather_text(str(secrets.randbits(63) + 1), self.control)[0])
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
+        self._lane = Lane(self._group, None, "thinwire-all-reduce")
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._waiting, self._open = deque[_Ticket](), set[_Ticket]()
+        self._under_way = 0
+        self._rounds: dict[str, tuple[int, int]] = {}  # content -> its digest, and how often it was pushed
+        self._asked = 0  # questions to servers, each with a number
+        self._error: BaseException | None = None
+
+    def open(self, plan: Sequence[str]) -> None:
+        """Connect to all servers, which compare the plans of all workers.
+
+        Raises:
+            PlanError: they differ; the first difference is named. Or a server was started for another run.
+            ServerError: a server does not answer in time.
+        """
+        servers = self._servers
+        self._channel = Channel(
+            servers.addresses,
+            session=self._session,
+            rank=self.rank,
+            world_size=self.world_size,
+            keys=None if servers.keys is None else WorkerKeys.read(Path(servers.keys)),
+            heartbeat_s=servers.heartbeat_s,
+            heartbeat_timeout_s=servers.heartbeat_timeout_s,
+            timeout_s=self._timeout.total_seconds(),
+            fail=self.fail,
+        )
+        self._channel.hello("\n".join(plan), servers.connect_timeout_s)
+
+    def submit(self, exchange: Exchange, schedule: tuple[Round, ...], name: str = "") -> "Future[Outcome]":
+        """Queue an exchange; call in the same order on every rank. Traces call it by its name.
+
+        Returns:
+            A future of its `Outcome`. It carries the error, whatever its type, if this or an earlier exchange failed.
+        """
+        if self._channel is None:
+            raise AttachError("the link is closed: attach again, to a freshly wrapped model, to go on training")
+        ticket = _Ticket(exchange, schedule, name)
+        with self._lock:
+            if self._error is not None:
+                ticket.done.set_exception(self._error)
+                return ticket.done
+            self._channel.clock += 1
+            self._open.add(ticket)
+            served = all(isinstance(round_, Push | Pull) for round_ in schedule)
+            if served:
+                self._waiting.append(ticket)
+        if served:
+            self._start_waiting()
+        else:
+            self._lane.submit(functools.partial(self._all_reduce, ticket))
+        return ticket.done
+
+    def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:
+        """Return what servers owe of these partitions, (numel,) float32 each. Between steps only.
+
+        Args:
+            partitions: any.
+            loss_scale: in units of which they are to be.
+            step: steps committed.
+
+        Raises:
+            ServerError: the run has failed.
+        """
+        out = [torch.empty(p.numel, dtype=torch.float32) for p in partitions]
+        for server, places in _by_server(partitions):
+            into = torch.empty(sum(partitions[i].numel for i in places), dtype=torch.float32)
+            about = _about([partitions[i] for i in places], {}, loss_scale, step)
+            self._ask(server, Kind.GET, about.pack(), into.view(torch.uint8))
+            for i, found in zip(places, into.split([partitions[i].numel for i in places]), strict=True):
+                out[i].copy_(found)
+        return out
+
+    def write_residuals(
+        self, partitions: Sequence[Partition], values: Sequence[Tensor], loss_scale: float, rates: Mapping[str, float]
+    ) -> None:
+        """Set what servers owe of these partitions. Between steps only.
+
+        Args:
+            partitions: any.
+            values: (numel,) float32 each.
+            loss_scale: in units of which they are.
+            rates: learning rates in units of which they are, by parameter, where feedback corrects for them.
+
+        Raises:
+            ServerError: the run has failed.
+        """
+        for server, places in _by_server(partitions):
+            about = _about([partitions[i] for i in places], rates, loss_scale, 0)
+            data = torch.cat([values[i] for i in places]).numpy().tobytes()
+            self._ask(server, Kind.PUT, pack_values(about, data), torch.empty(0, dtype=torch.uint8))
+
+    def _ask(self, server: int, kind: Kind, payload: bytes, into: Tensor) -> None:
+        channel = self._channel
+        if self._error is not None or channel is None:
+            raise ServerError("the run has failed, or the link is closed: servers cannot be asked") from self._error
+        arrived = threading.Event()
+        self._asked += 1
+        channel.expect(server, 0, self._asked, into, arrived.set)
+        channel.send(server, kind, round_=self._asked, payload=payload)
+        while not arrived.wait(0.1):  # bounded: the channel looks after heartbeats and its time-out
+            if self._error is not None:
+                raise ServerError("servers did not answer") from self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Fail every exchange that is not done, and tell the servers, so that other workers fail, too."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            failed = list(self._open)
+            self._open.clear()
+            self._waiting.clear()
+        for ticket in failed:
+            ticket.done.set_exception(error)
+        if self._channel is not None:
+            self._channel.leave(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Say goodbye to the servers and stop the threads, once all submitted exchanges are done."""
+        if self._error is None:
+            for ticket in list(self._open):
+                ticket.done.exception()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        self._pool.shutdown(cancel_futures=True)
+        self._lane.close(None if self._error is None else LEAVE_S)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the run, if something has."""
+        return self._error
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Frames of servers that were not taken, by reason."""
+        return {} if self._channel is None else dict(self._channel.refused)
+
+    def _start_waiting(self) -> None:
+        with self._lock:
+            while self._waiting and self._under_way < self._depth:
+                self._under_way += 1
+                self._pool.submit(self._advance, self._waiting.popleft())
+
+    def _advance(self, ticket: _Ticket) -> None:
+        """Run an exchange up to the next answer that it waits for, in a pool thread."""
+        try:
+            while self._error is None:
+                position = ticket.outcome.num_collectives
+                with span("exchange", ticket.name, round=position):
+                    transfer = next(ticket.exchange, None)
+                expected = ticket.schedule[position] if position < len(ticket.schedule) else None
+                check_round(None if transfer is None else transfer.round, expected, position, self.rank)
+                if transfer is None:
+                    self._finish(ticket)
+                    return
+                ticket.transfer = transfer
+                ticket.outcome.sent_nbytes += transfer.round.sent_nbytes(self.rank)
+                ticket.outcome.num_collectives += 1
+                if isinstance(transfer.round, Push):
+                    self._push(transfer, transfer.round)
+                else:
+                    assert isinstance(transfer.round, Pull)
+                    self._pull(ticket, transfer, transfer.round)
+                    return
+        except BaseException as error:
+            self.fail(error)
+
+    def _push(self, transfer: Transfer, push: Push) -> None:
+        channel = self._channel
+        assert channel is not None
+        for server, (block, text) in enumerate(zip(split(transfer.send, push.nbytes), push.contents, strict=True)):
+            if not text:
+                continue
+            with self._lock:
+                digest, round_ = self._rounds.get(text, (digest_of(text), -1))
+                self._rounds[text] = digest, round_ + 1
+            if round_ < 0:
+                channel.send(server, Kind.DECLARE, content=digest, payload=text.encode())
+            data = memoryview(block.numpy())  # pyright: ignore[reportArgumentType]  # numpy's stubs hide its buffer
+            channel.send(server, Kind.PUSH, content=digest, round_=round_ + 1, payload=data)
+
+    def _pull(self, ticket: _Ticket, transfer: Transfer, pull: Pull) -> None:
+        channel = self._channel
+        assert channel is not None
+        asked = [server for server, text in enumerate(pull.contents) if text]
+        ticket.outstanding, ticket.started_s = len(asked), time.perf_counter()
+        blocks = split(transfer.receive, pull.nbytes)
+        for server in asked:
+            digest, round_ = self._rounds[pull.contents[server]]
+            channel.expect(server, digest, round_, blocks[server], lambda: self._arrived(ticket))
+            channel.send(server, Kind.PULL, content=digest, round_=round_)
+
+    def _arrived(self, ticket: _Ticket) -> None:
+        ticket.outstanding -= 1  # by the channel's thread, which alone gets here
+        if not ticket.outstanding:
+            ticket.outcome.transport_s += time.perf_counter() - ticket.started_s
+            self._pool.submit(self._advance, ticket)
+
+    def _all_reduce(self, ticket: _Ticket) -> None:
+        outcome = ticket.outcome
+        try:
+            for position, transfer in enumerate(ticket.exchange):
+                check_round(transfer.round, ticket.schedule[position], position, self.rank)
+                started = time.perf_counter()
+                perform(transfer, self._group)
+                outcome.transport_s += time.perf_counter() - started
+                outcome.sent_nbytes += transfer.round.sent_nbytes(self.rank)
+                outcome.num_collectives += 1
+        except BaseException as error:
+            self.fail(error)
+            return
+        self._settle(ticket)
+
+    def _finish(self, ticket: _Ticket) -> None:
+        with self._lock:
+            self._under_way -= 1
+        self._start_waiting()
+        self._settle(ticket)
+
+    def _settle(self, ticket: _Ticket) -> None:
+        ticket.outcome.finished_s = time.perf_counter()
+        ticket.transfer = None
+        with self._lock:
+            if ticket not in self._open:  # failed meanwhile
+                return
+            self._open.discard(ticket)
+        ticket.done.set_result(ticket.outcome)
+
+
+def _by_server(partitions: Sequence[Partition]) -> Iterator[tuple[int, list[int]]]:
+    """Yield servers and which partitions, as indices, to ask them about in one frame."""
+    pending: dict[int, list[int]] = {}
+    numel: Counter[int] = Counter()
+    for i, partition in enumerate(partitions):
+        server = partition.owner
+        if numel[server] and 4 * (numel[server] + partition.numel) > QUESTION_NBYTES:
+            yield server, pending.pop(server)
+            numel[server] = 0
+        pending.setdefault(server, []).append(i)
+        numel[server] += partition.numel
+    yield from pending.items()
+
+
+def _about(partitions: Sequence[Partition], rates: Mapping[str, float], loss_scale: float, step: int) -> Residuals:
+    return Residuals(
+        names=[p.name for p in partitions],
+        offsets=[p.offset for p in partitions],
+        numels=[p.numel for p in partitions],
+        rates=[float(rates.get(p.name, 0.0)) for p in partitions],
+        loss_scale=float(loss_scale),
+        step=step,
+    )

@@ -1,0 +1,125 @@
+"""Parameter servers beside the workers of a node: started with them, ended with them."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.errors import ServerError
+from thinwire.server.sockets import check_address, is_loopback
+
+ADDRESSES, KEYS = "THINWIRE_SERVERS", "THINWIRE_KEYS"  # what attach(servers="env") reads
+POLL_S = 0.2
+GRACE_S = 10.0  # for processes to end after they were asked to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What runs on one node.
+
+    Attributes:
+        hosts: of all nodes, as the others reach them.
+        node_rank: which of them this is.
+        servers_per_node: servers beside the workers.
+        nproc_per_node: workers.
+        port: of the first server of every node; the others follow.
+        master_port: of the workers' rendezvous, on the first host.
+        keys: the folder that `thinwire keys` made; needed unless all is on this machine.
+        server_arguments: further ones of `thinwire server`.
+        script: what workers run, with its arguments.
+
+    Raises:
+        ServerError: a node that is none, or no keys where they are needed.
+    """
+
+    hosts: tuple[str, ...]
+    node_rank: int
+    servers_per_node: int
+    nproc_per_node: int
+    port: int
+    master_port: int
+    keys: Path | None
+    server_arguments: tuple[str, ...]
+    script: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_rank < len(self.hosts):
+            raise ServerError(f"--node-rank: expected one of {len(self.hosts)} hosts, from 0, got {self.node_rank}")
+        if self.keys is None and not all(map(is_loopback, self.hosts)):
+            raise ServerError("--keys: expected a folder made by  thinwire keys FOLDER, since nodes are other machines")
+
+    def addresses(self) -> list[str]:
+        """Return the address of every server, by its number: node after node."""
+        ports = range(self.port, self.port + self.servers_per_node)
+        return [f"tcp://{f'[{host}]' if ':' in host else host}:{port}" for host in self.hosts for port in ports]
+
+    def server_commands(self) -> list[list[str]]:
+        """Return the commands of this node's servers."""
+        addresses, num_workers = self.addresses(), self.nproc_per_node * len(self.hosts)
+        first = self.node_rank * self.servers_per_node
+        keys = [] if self.keys is None else ["--keys", str(self.keys / "server")]
+        return [
+            [
+                *(sys.executable, "-m", "thinwire", "server", "--bind", self._bind(addresses[index])),
+                *("--num-workers", str(num_workers), "--server-index", f"{index}/{len(addresses)}"),
+                *(*keys, *self.server_arguments),
+            ]
+            for index in range(first, first + self.servers_per_node)
+        ]
+
+    def _bind(self, address: str) -> str:
+        """Return where to listen: a host's name need not be that of one of its own interfaces."""
+        if is_loopback(check_address(address)):
+            return address
+        return f"tcp://{'[::]' if '[' in address else '0.0.0.0'}:{address.rpartition(':')[2]}"
+
+    def worker_command(self) -> list[str]:
+        """Return the command that starts this node's workers."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc_per_node)]
+        torchrun += ["--nnodes", str(len(self.hosts)), "--node-rank", str(self.node_rank)]
+        return [*torchrun, "--master-addr", self.hosts[0], "--master-port", str(self.master_port), *self.script]
+
+    def environment(self) -> dict[str, str]:
+        """Return what workers find in their environment, beside this process's."""
+        keys = {} if self.keys is None else {KEYS: str(self.keys / "worker")}
+        return {ADDRESSES: ",".join(self.addresses()), **keys}
+
+
+def run(launch: Launch) -> int:
+    """Run servers and workers until the workers have ended; return their exit status.
+
+    Raises:
+        ServerError: a server ended before; the workers are ended, too.
+    """
+    servers: list[subprocess.Popen[bytes]] = []
+    workers: subprocess.Popen[bytes] | None = None
+    try:
+        servers = [subprocess.Popen(command) for command in launch.server_commands()]
+        workers = subprocess.Popen(launch.worker_command(), env={**os.environ, **launch.environment()})
+        while (status := workers.poll()) is None:
+            for server in servers:
+                if (ended := server.poll()) is not None:
+                    raise ServerError(
+                        f"a server ended with status {ended} before the workers did; see what it says above"
+                    )
+            time.sleep(POLL_S)
+        return status
+    finally:
+        _end([*([workers] if workers else []), *servers])
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask all to end, then make them."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

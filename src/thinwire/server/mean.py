@@ -1,0 +1,222 @@
+"""A server's half of a message: decodes what workers push, adds it up, and encodes the mean once for all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.aggregators import Block, BufferPool, Message, Partition, Section
+from thinwire.aggregators.push_pull_header import (
+    SCALES_DIFFER,
+    UNDELIVERED,
+    PullHeader,
+    PushHeader,
+    read_push_header,
+    write_pull_header,
+)
+from thinwire.errors import WireError
+from thinwire.feedback import Slot
+from thinwire.server.content import Content
+
+
+class Units(NamedTuple):
+    """When, and in units of what, a residual was left."""
+
+    step: int = -1
+    loss_scale: float = 1.0
+    rate: float | None = None
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a server keeps of one partition between rounds.
+
+    Attributes:
+        tensors: (numel,) float32 each: its residual, and what else feedback keeps.
+        units: of these.
+        before: the units before the last round.
+        undo: the message of the last round, and the partition's place in it: it can put the tensors back.
+    """
+
+    tensors: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
+    units: Units = field(default_factory=Units)
+    before: Units = field(default_factory=Units)
+    undo: tuple[Message, int] | None = None
+
+    def take_back(self) -> None:
+        """Put all back to what it was before the last round."""
+        if self.undo is not None:
+            message, place = self.undo
+            message.restore({place})
+            self.units, self.undo = self.before, None
+
+
+class Store:
+    """What a server keeps of all partitions, by name and offset: contents come and go with DDP's buckets."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Kept] = {}
+
+    def of(self, partition: Partition) -> Kept:
+        """Return what is kept of a partition, zeros at first.
+
+        Raises:
+            WireError: it had another number of elements before.
+        """
+        kept = self._kept.setdefault((partition.name, partition.offset), Kept())
+        for slot in (slot for slot in partition.aggregator.slots if slot.owned):
+            kept.tensors.setdefault(slot, torch.zeros(partition.numel, dtype=torch.float32))
+        if any(tensor.numel() != partition.numel for tensor in kept.tensors.values()):
+            raise WireError(f"{partition.name}: expected as many elements at {partition.offset} as before")
+        return kept
+
+    def read(self, place: tuple[str, int], out: Tensor, *, loss_scale: float, step: int) -> None:
+        """Copy a partition's residual to `out`, in units of a loss scale, as it was before any step from `step` on."""
+        kept = self._kept.get(place)
+        if kept is None or Slot.OWNER not in kept.tensors:
+            out.zero_()
+            return
+        if kept.units.step >= step:
+            kept.take_back()
+        residual = kept.tensors[Slot.OWNER]
+        if residual.numel() != out.numel():
+            raise WireError(f"{place[0]}: expected {residual.numel()} elements at {place[1]}, got {out.numel()}")
+        torch.mul(residual, loss_scale / kept.units.loss_scale, out=out)
+
+    def write(self, place: tuple[str, int], values: Tensor, units: Units) -> None:
+        """Set a partition's residual, in these units; nothing is left to be taken back."""
+        kept = self._kept.setdefault(place, Kept())
+        residual = kept.tensors.setdefault(Slot.OWNER, torch.zeros(values.numel(), dtype=torch.float32))
+        if residual.numel() != values.numel():
+            raise WireError(f"{place[0]}: expected {residual.numel()} elements at {place[1]}, got {values.numel()}")
+        residual.copy_(values)
+        kept.units, kept.undo = units, None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all that is kept."""
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.tensors.values())
+
+    def items(self) -> Mapping[tuple[str, int], Kept]:
+        """Return all that is kept."""
+        return dict(self._kept)
+
+
+class Mean:
+    """Forms the means of one content, round after round. One thread at a time.
+
+    The arithmetic is `TwoShot`'s, by the same `Message`: sums in float32 in the order of `add`, one division.
+    """
+
+    def __init__(self, content: Content, store: Store, buffers: BufferPool, *, threads: int = 1) -> None:
+        self.content = content
+        partitions, starts = content.layout.partitions, range(len(content.layout.partitions))
+        self._kept = [store.of(partition) for partition in partitions]
+        values = torch.empty(sum(p.numel for p in partitions), dtype=torch.float32).split([p.numel for p in partitions])
+        blocks = [self._block(p, value, kept) for p, value, kept in zip(partitions, values, self._kept, strict=True)]
+        self._message = Message(content.layout, blocks, rank=0, threads=threads, buffers=buffers)
+        self._up = Section(starts, content.layout.up)
+        self._down = Section(starts, content.layout.down, down=True)
+        self._headers: list[tuple[int, PushHeader]] = []
+        self._bad = False  # something is not finite: nothing is decoded any more
+
+    @staticmethod
+    def _block(partition: Partition, value: Tensor, kept: Kept) -> Block:
+        memory = {slot: tensor for slot, tensor in kept.tensors.items() if slot is not Slot.OWNER}
+        return Block(partition, value, owner_residual=kept.tensors.get(Slot.OWNER), memory=memory)
+
+    def add(self, rank: int, data: Tensor) -> None:
+        """Add what a worker pushed, (push_nbytes,) uint8.
+
+        Raises:
+            WireError: it is not an encoding of this content, or of another step than the others'. The round is lost.
+        """
+        content = self.content
+        if data.numel() != content.push_nbytes:
+            raise WireError(f"push: expected {content.push_nbytes} bytes, got {data.numel()}")
+        header = read_push_header(data, content.num_names, content.num_rates)
+        if not self._headers:
+            self._begin(header)
+        first = self._headers[0][1] if self._headers else header
+        if (header.step, header.flags) != (first.step, first.flags):
+            raise WireError(f"push: expected step {first.step} as of the others, got {header.step}")
+        self._bad = self._bad or header.nonfinite > 0 or header.loss_scale != first.loss_scale
+        if not self._bad:
+            self._message.decode(self._up, data, accumulate=bool(self._headers))
+        self._headers.append((rank, header))
+
+    def _begin(self, header: PushHeader) -> None:
+        """Take back a round that came to nothing: workers are at the same step again, or say so."""
+        self._bad = False
+        for kept in self._kept:
+            if header.flags & UNDELIVERED or kept.units.step == header.step:
+                kept.take_back()
+        self._message.begin(header.step)
+
+    def close(self) -> Tensor:
+        """Divide and encode; return what all workers pull, (pull_nbytes,) uint8."""
+        content, message = self.content, self._message
+        headers = [header for _, header in self._headers]
+        first = headers[0]
+        used = nonfinite = who = 0
+        for rank, header in self._headers:
+            used |= header.used
+            nonfinite |= header.nonfinite
+            who |= (header.nonfinite > 0) << rank
+        differ = any(header.loss_scale != first.loss_scale for header in headers)
+        out = torch.empty(content.pull_nbytes, dtype=torch.uint8)
+        bad = set[str]()
+        if not self._bad:
+            for block in message.blocks:
+                block.value.div_(len(headers))
+            units = self._set_units(first)
+            bad = message.encode(self._down, out)
+            if bad:
+                message.restore()
+            else:
+                self._commit(units)
+                message.put_back({p.name for p, place in self._places() if not used >> place & 1})
+        else:
+            out[content.layout.header_nbytes :] = 0
+        mean_nonfinite = 0
+        for partition, place in self._places():
+            mean_nonfinite |= (partition.name in bad) << place
+        answer = PullHeader(
+            flags=SCALES_DIFFER if differ else 0,
+            num_present=len(headers),
+            used=used,
+            nonfinite=nonfinite,
+            mean_nonfinite=mean_nonfinite,
+            who=who,
+            loss_scale=first.loss_scale,
+        )
+        write_pull_header(out[: content.layout.header_nbytes], content.num_names, answer)
+        self._headers.clear()
+        return out
+
+    def _places(self) -> list[tuple[Partition, int]]:
+        return list(zip(self.content.layout.partitions, self.content.places, strict=True))
+
+    def _set_units(self, header: PushHeader) -> list[Units]:
+        """Let every block's residual be brought into the units of this step, in which they are then left."""
+        found = list[Units]()
+        for i, (block, kept) in enumerate(zip(self._message.blocks, self._kept, strict=True)):
+            rate = header.rates[i] if header.rates else None
+            found.append(Units(header.step, header.loss_scale, rate))
+            if (feedback := block.partition.aggregator.feedback) is None:
+                continue
+            lr = 1.0 if rate is None else rate
+            block.unit_ratio = feedback.unit_ratio(
+                lr=lr,
+                last_lr=lr if kept.units.rate is None else kept.units.rate,
+                loss_scale=header.loss_scale,
+                last_loss_scale=kept.units.loss_scale,
+            )
+            block.residual_scale = feedback.residual_scale(block.unit_ratio)
+        return found
+
+    def _commit(self, units: list[Units]) -> None:
+        for place, (kept, now) in enumerate(zip(self._kept, units, strict=True)):
+            kept.before, kept.units, kept.undo = kept.units, now, (self._message, place)

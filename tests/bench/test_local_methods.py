@@ -1,0 +1,81 @@
+"""Local methods in benchmarks: their names, and runs whose costs are counted over whole periods."""
+
+from typing import Any
+
+import pytest
+
+from thinwire.bench import engine
+from thinwire.bench.settings import LocalName, Settings, parse_methods, split_local
+from thinwire.cli import main
+from thinwire.lab import Lab, Loopback
+
+
+def test_names_say_kind_period_and_recipe():
+    assert split_local("diloco:50:topk:0.03:chunked~int2") == LocalName("diloco", 50, "topk:0.03:chunked~int2")
+    assert split_local("streaming:30:3:5:e3m0") == LocalName("streaming", 30, "e3m0", 3, 5)
+    assert split_local("int8") is split_local("diloco:int8") is None
+    names = "localsgd:8:dense,diloco:10:int4,streaming:10:4:2:gather/e3m0,int8"
+    assert ",".join(parse_methods(names)) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("diloco:50:int9", "int9"),
+        ("diloco:0:int8", "diloco:H:RECIPE"),
+        ("diloco:int8", "diloco:H:RECIPE"),
+        ("streaming:4:5:0:int8", "fragments: expected 1 to sync_every=4"),
+        ("streaming:4:2:4:int8", "overlap"),
+    ],
+)
+def test_wrong_names_are_refused_in_words(name: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        parse_methods(name)
+
+
+def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--workload", "replay:resnet50/8", "--methods", "diloco:10:int8"]) == 1
+    assert "exchanges what an optimizer changed" in capsys.readouterr().err
+    assert main(["bench", "--steps", "9", "--methods", "diloco:10:int8,localsgd:2:int8"]) == 1
+    assert "expected at least 10, for one exchange of diloco:10:int8, got 9" in capsys.readouterr().err
+
+
+def _run(methods: tuple[str, ...], steps: int, **settings: Any) -> list[dict[str, Any]]:
+    events: list[Any] = []
+    chosen = Settings(workload="digits", methods=methods, nodes=2, steps=steps, **settings)
+    return engine.run_benchmark(chosen, events.append)["runs"]
+
+
+def test_local_methods_over_loopback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "open_network", lambda nodes, **_: Loopback(nodes, reason="chosen by the test"))
+    names = ("ddp", "localsgd:4:dense", "diloco:4:int8", "streaming:4:2:1:e3m0")
+    ddp, local, diloco, _ = runs = _run(names, 10)
+    for run in runs:
+        assert run["bit_identical"], run["method"]
+        assert run["steps"] == 10
+    for run in runs[1:]:
+        assert run["steady_from_step"] == 6  # one whole period after the first three steps
+        assert run["ideal_s"] is None
+        assert run["step_s"] == pytest.approx(sum(run["curve"]["step_s"][6:]) / 4, rel=0.9)  # of the slowest rank
+        assert run["link"]["exchanges"] > 0
+    # A local method sends what DDP does, once in a period.
+    assert local["planned_nbytes_per_step"] == pytest.approx(ddp["planned_nbytes_per_step"] / 4, rel=0.01)
+    assert diloco["planned_nbytes_per_step"] < local["planned_nbytes_per_step"] / 2
+    # Nothing is exchanged before the first exchange, and both train alike until then.
+    assert local["curve"]["loss"][:4] == diloco["curve"]["loss"][:4]
+    assert local["curve"]["loss"][4:] != diloco["curve"]["loss"][4:]
+    assert local["curve"]["loss"][0] == ddp["curve"]["loss"][0]
+    assert local["curve"]["loss"][1] != ddp["curve"]["loss"][1]
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_bytes_at_the_interface_are_those_of_whole_periods():
+    try:
+        Lab(nodes=1).close()
+    except Exception as error:
+        pytest.skip(str(error))
+    for run in _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"):
+        planned, sent = run["planned_with_headers_nbytes_per_step"], run["sent_nbytes_per_step"]
+        assert planned * 0.97 < sent < planned * 1.1 + 3000, (run["method"], planned, sent)

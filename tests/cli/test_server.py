@@ -1,0 +1,135 @@
+"""`thinwire server` and `thinwire keys`, as processes."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.server.launch import Launch
+
+
+def _thinwire(*arguments):
+    command = [sys.executable, "-m", "thinwire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def _status(arguments):
+    try:
+        return main(arguments)
+    except SystemExit as left:  # argparse
+        return left.code
+
+
+def test_metrics_and_a_status_line():
+    command = ["server", "--bind", "tcp://127.0.0.1:0", "--num-workers", "2", "--metrics", "0", "--status", "0.1"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "thinwire", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        assert re.fullmatch(r"server 0 of 1 for 2 workers at tcp://127.0.0.1:\d+\n", server.stdout.readline())
+        url = server.stdout.readline().removeprefix("metrics at ").strip()
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        for line in ("thinwire_server_rounds_total 0.0", 'thinwire_server_worker_clock{rank="1"} -1.0'):
+            assert line in text
+        assert server.stderr.readline().startswith("0 of 2 workers; 0 rounds/s, 0.0 MB/s pushed")
+        server.terminate()
+        assert server.wait(20) == 0
+        assert "served 0 rounds" in server.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--bind", "tcp://0.0.0.0:5555"], 1, "expected keys, since others than this machine can reach it"),
+        (["--bind", "127.0.0.1:5555"], 1, "expected an address such as tcp://10.0.0.1:5555"),
+        (["--bind", "tcp://127.0.0.1:0", "--keys", "/nowhere"], 1, "expected a key in /nowhere/server.secret"),
+        (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", "4000"], 1, "expected some of the processors"),
+        (["--bind", "tcp://127.0.0.1:0", "--server-index", "2/2"], 2, "expected which of how many servers"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, status, message, capsys):
+    assert _status(["server", "--num-workers", "2", *arguments]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_keys_are_made_once(tmp_path, capsys):
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
+        "keys/server/server.public",
+        "keys/server/server.secret",
+        "keys/server/worker.public",
+        "keys/worker/server.public",
+        "keys/worker/worker.public",
+        "keys/worker/worker.secret",
+    ]
+    assert main(["keys", str(tmp_path / "keys")]) == 1
+    assert "expected no keys there" in capsys.readouterr().err
+
+
+def test_a_server_alone_is_measured(capsys):
+    arguments = ["bench", "server", "--workers", "2", "--mb", "0.5", "--recipes", "onebit,int8", "--json", "-"]
+    assert main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["recipe"] for row in document["rows"]] == ["onebit", "int8"]
+    for row in document["rows"]:
+        assert row["gb_per_s"] > 0
+        assert row["floor_ratio"] == row["gb_per_s"] / row["floor_gb_per_s"]
+        assert row["pushed_nbytes"] < row["nbytes"] / 3
+
+
+def test_launch_starts_servers_and_workers_and_ends_them():
+    with socket.socket() as free, socket.socket() as second:
+        free.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = free.getsockname()[1], second.getsockname()[1]
+    example = str(Path(__file__).parents[2] / "examples/train_with_servers.py")
+    where = [
+        "--servers-per-node",
+        "1",
+        "--nproc-per-node",
+        "2",
+        "--port",
+        str(ports[0]),
+        "--master-port",
+        str(ports[1]),
+    ]
+    done = _thinwire("launch", *where, example)
+    assert done.returncode == 0, done.stderr
+    assert f"server 0 of 1 for 2 workers at tcp://127.0.0.1:{ports[0]}" in done.stdout
+    assert "bytes sent per step and worker" in done.stdout
+    assert "served " in done.stderr
+
+
+def test_launch_on_other_machines_needs_keys(capsys):
+    assert main(["launch", "--nproc-per-node", "2", "--hosts", "10.0.0.1,10.0.0.2", "train.py"]) == 1
+    assert "expected a folder made by  thinwire keys FOLDER" in capsys.readouterr().err
+
+
+def test_servers_are_numbered_node_after_node(tmp_path):
+    launch = Launch(
+        hosts=("a", "b"),
+        node_rank=1,
+        servers_per_node=2,
+        nproc_per_node=4,
+        port=5555,
+        master_port=29500,
+        keys=tmp_path,
+        server_arguments=(),
+        script=("train.py", "--lr", "1"),
+    )
+    assert launch.addresses() == ["tcp://a:5555", "tcp://a:5556", "tcp://b:5555", "tcp://b:5556"]
+    commands = [" ".join(command[1:]) for command in launch.server_commands()]
+    keys = f"--keys {tmp_path}/server"
+    assert commands == [
+        f"-m thinwire server --bind tcp://0.0.0.0:{port} --num-workers 8 --server-index {index}/4 {keys}"
+        for port, index in ((5555, 2), (5556, 3))
+    ]
+    assert launch.worker_command()[-3:] == ["train.py", "--lr", "1"]
+    assert launch.environment()["THINWIRE_KEYS"] == f"{tmp_path}/worker"

@@ -1,0 +1,60 @@
+"""Server processes for tests."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass
+class ServerProcess:
+    """One `thinwire server`, bound to a free port."""
+
+    address: str
+    process: subprocess.Popen[str]
+    log: IO[str]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def output(self) -> str:
+        return Path(self.log.name).read_text()
+
+
+def start(
+    num_workers: int, index: int = 0, num: int = 1, *arguments: str, bind: str = "tcp://127.0.0.1:0"
+) -> ServerProcess:
+    log = tempfile.NamedTemporaryFile(mode="w+", prefix="server-", suffix=".log")  # noqa: SIM115  # kept open
+    command = [sys.executable, "-m", "thinwire", "server", "--bind", bind, "--num-workers", str(num_workers)]
+    process = subprocess.Popen(
+        [*command, "--server-index", f"{index}/{num}", *arguments], stdout=subprocess.PIPE, stderr=log, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert " at tcp://" in line, line + Path(log.name).read_text()
+    return ServerProcess(line.split(" at ")[1].strip(), process, log)
+
+
+@contextmanager
+def servers(num_workers: int, num: int = 1, *arguments: str) -> Iterator[Sequence[ServerProcess]]:
+    """Give `num` servers; they must end by themselves when they are asked to."""
+    started: list[ServerProcess] = []
+    try:
+        for index in range(num):
+            started.append(start(num_workers, index, num, *arguments))
+        yield started
+        for one in started:
+            if one.process.poll() is None:
+                one.process.terminate()
+                assert one.process.wait(20) == 0, one.output()
+    finally:
+        for one in started:
+            one.kill()
+            one.log.close()
+            assert one.process.stdout is not None
+            one.process.stdout.close()

@@ -1,0 +1,471 @@
+"""Training through real servers: the bits of `TwoShot`, and an error for everybody when anybody dies."""
+
+import math
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from serving import servers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, train
+
+import thinwire
+from thinwire.errors import PlanError, RankLostError, ServerError
+from thinwire.server.client import ServerDriver, Servers
+
+RECIPES = ["int8", "int8:stochastic", "topk:0.05", "onebit", "topk:0.1+int4", "topk:0.05@dgc:0.9"]
+LIMIT_S = 12.0
+
+
+def _quick(addresses, **kwargs):
+    return Servers(addresses=tuple(addresses), heartbeat_s=0.2, heartbeat_timeout_s=3.0, **kwargs)
+
+
+# --- the same numbers -----------------------------------------------------------------------------------------------
+
+
+def _both_ways(rank, world_size, addresses, recipes):
+    found = {}
+    for recipe in recipes:
+        digests = []
+        for where in (None, addresses):
+            torch.manual_seed(0)
+            model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+            momentum = 0.0 if "@dgc" in recipe else 0.9
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+            with attached(model, recipe, servers=where) as link:
+                first = train(model, rank, range(3), optimizer=optimizer)
+                link.stats(reset=True)
+                digests.append((first, train(model, rank, [3], optimizer=optimizer)))
+                assert link.planned_nbytes() == round(link.stats()["wire_nbytes"])
+        found[recipe] = digests
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_servers"),
+    [(3, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 3)))],
+)
+def test_training_through_servers_is_two_shot_to_the_bit(ranks, world_size, num_servers):
+    with servers(world_size, num_servers) as started:
+        addresses = [server.address for server in started]
+        results = ranks(world_size).run(_both_ways, addresses, RECIPES, timeout=100)
+        assert [server.output() for server in started] == [""] * num_servers
+    assert results == [results[0]] * world_size
+    for recipe, (plain, served) in results[0].items():
+        assert plain == served, recipe
+
+
+class _Mixed(nn.Module):
+    """Parameters of a dtype that no compressor takes travel by all-reduce beside the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.exact = Tower(), nn.Linear(48, 48, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.exact(self.tower(x).double()).float()
+
+
+def _mixed_and_scaled(rank, world_size, addresses):
+    digests = []
+    for where in (None, addresses):
+        model = DDP(seeded(_Mixed), bucket_cap_mb=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with attached(model, "topk:0.05", servers=where, scaler=scaler) as link:
+            seen = []
+            for step in range(6):
+                optimizer.zero_grad()
+                x = batch(rank, step)
+                if step == 2 and rank == world_size - 1:
+                    x[0, 0] = float("inf")
+                scaler.scale(loss(model, x)).backward()
+                seen += gradients(model)
+                scaler.step(optimizer)
+                scaler.update()
+            assert link.skipped_steps == 1
+        digests.append(digest([*(g.nan_to_num() for g in seen), *model.parameters()]))
+    return digests
+
+
+def test_other_dtypes_and_a_skipped_step(ranks):
+    with servers(2, 2) as started:
+        for plain, served in ranks(2).run(_mixed_and_scaled, [server.address for server in started]):
+            assert plain == served
+
+
+def _schedule(rank, world_size, addresses):
+    digests = []
+    for where in (None, addresses):
+        model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+        with attached(model, "dense until 2 then topk:0.05 until 4 then int8", servers=where):
+            digests.append(train(model, rank, range(6)))
+    return digests
+
+
+@pytest.mark.slow
+def test_a_schedule(ranks):
+    with servers(2) as started:
+        for _, served in (results := ranks(2).run(_schedule, [server.address for server in started])):
+            assert served == results[0][1]
+
+
+def _resumed(rank, world_size, addresses, recipe):
+    """Train six steps; and again three, then three more from the state, through more servers."""
+    ends = []
+    for pieces in ([range(6)], [range(3), range(3, 6)]):
+        module, state = seeded(Tower), None
+        for steps, where in zip(pieces, (addresses[:1], addresses[1:]), strict=False):
+            model = DDP(module, bucket_cap_mb=0.01)
+            with attached(model, recipe, servers=where) as link:
+                if state is not None:
+                    link.load_state_dict(state)
+                    again = link.state_dict()
+                    for slot in ("worker", "owner"):
+                        assert all(torch.equal(again[slot][name], t) for name, t in state[slot].items())
+                train(model, rank, steps, optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
+                state = link.state_dict()
+        ends.append(digest(module.parameters()))
+        owed = sum(float(t.abs().sum()) for t in state["owner"].values())
+        assert owed > 0
+    return ends
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks):
+    with servers(2, 1) as one, servers(2, 2) as two:
+        addresses = [server.address for server in (*one, *two)]
+        for whole, resumed in ranks(2).run(_resumed, addresses, "topk:0.05"):
+            assert whole == resumed
+
+
+def _conserved(rank, world_size, addresses, recipe):
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, recipe, servers=addresses) as link:
+        ledger = Ledger(model, link)
+        for step in range(4):
+            ledger.expect(loss(model.module, batch(rank, step)))
+            model.zero_grad()
+            loss(model, batch(rank, step)).backward()
+            ledger.got()
+        return ledger.error()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("recipe", ["topk:0.05", "onebit"])
+def test_what_is_delivered_and_owed_is_what_was_given(ranks, world_size, recipe):
+    """Algorithm 4 of the CLAN paper with real servers, uneven partitions."""
+    with servers(world_size, 2) as started:
+        for error in ranks(world_size).run(_conserved, [server.address for server in started], recipe):
+            assert error < 1e-5
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def _train_until_it_fails(rank, world_size, addresses, folder, victim, stage):
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, "topk:0.05", servers=_quick(addresses)) as link:
+        for step in range(1000):
+            if step == 3 and rank == victim:
+                _die_at(stage)
+            started = time.monotonic()
+            try:
+                loss(model, batch(rank, step)).backward()
+            except RuntimeError as error:
+                seconds = time.monotonic() - started
+                with open(f"{folder}/{rank}", "w") as file:
+                    file.write(f"{seconds}\n{type(link.error).__name__}\n{error}")
+                os._exit(0)  # what becomes of DDP with a rank lost is not tested here
+            if rank == 0 and step == 3:
+                with open(f"{folder}/step", "w"):
+                    pass
+            time.sleep(0.02)
+    raise AssertionError("it never failed")
+
+
+def _die_at(stage):
+    """Kill this process, or let it hang, at the second time it comes to a stage of a round."""
+    calls = 0
+
+    def trap(method):
+        def trapped(*args):
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                os.kill(os.getpid(), signal.SIGSTOP if stage == "stopped" else signal.SIGKILL)
+            return method(*args)
+
+        return trapped
+
+    if stage == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif stage == "after":
+        ServerDriver._finish = trap(ServerDriver._finish)
+    else:
+        name = {"push": "_push", "pull": "_pull", "stopped": "_pull"}[stage]
+        setattr(ServerDriver, name, trap(getattr(ServerDriver, name)))
+
+
+def _stories(folder, survivors):
+    """Return what survivors say, who must not have waited for long."""
+    stories = {}
+    for rank in survivors:
+        seconds, kind, message = (folder / str(rank)).read_text().split("\n", 2)
+        assert float(seconds) < LIMIT_S
+        stories[rank] = (kind, message)
+    return stories
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "push",
+        *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("before", "pull", "after", "stopped")),
+    ],
+)
+def test_a_worker_that_dies_is_named(ranks, tmp_path, stage):
+    with servers(3, 2, "--heartbeat-timeout", "3") as started:
+        addresses = [server.address for server in started]
+        ranks(3).outcomes(_train_until_it_fails, addresses, str(tmp_path), 1, stage, timeout=60, grace=LIMIT_S)
+    for kind, message in _stories(tmp_path, (0, 2)).values():
+        assert kind == "RankLostError"
+        assert "worker 1 said nothing for 3 s" in message
+
+
+def test_a_server_that_dies_is_an_error_on_all_workers(ranks, tmp_path):
+    with servers(2, 2, "--heartbeat-timeout", "3") as started:
+        pid = started[1].process.pid
+        addresses = [server.address for server in started]
+        ranks(2).outcomes(_kill_and_train, addresses, str(tmp_path), pid, timeout=60, grace=LIMIT_S)
+        started[1].process.wait(5)
+    stories = _stories(tmp_path, (0, 1))
+    assert {kind for kind, _ in stories.values()} <= {"ServerError", "RankLostError"}
+    assert any("server 1 at tcp://127.0.0.1" in message for _, message in stories.values())
+    # One may hear first that the other gave up, and why.
+    assert all("server 1" in message and "said nothing for 3 s" in message for _, message in stories.values())
+
+
+def _kill_and_train(rank, world_size, addresses, folder, pid):
+    if rank == 0:
+        import threading
+
+        threading.Thread(target=_kill_soon, args=(folder, pid), daemon=True).start()
+    _train_until_it_fails(rank, world_size, addresses, folder, None, "")
+
+
+def _kill_soon(folder, pid):
+    while not os.path.exists(f"{folder}/step"):
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+
+
+def _go_on_without(rank, world_size, addresses, folder):
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, "int8", servers=_quick(addresses)):
+        for step in range(6):
+            if step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model.zero_grad()
+            loss(model, batch(rank, step)).backward()
+    torch.save(gradients(model), f"{folder}/{rank}")
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_those_present_go_on_if_asked(ranks, tmp_path):
+    with servers(3, 1, "--heartbeat-timeout", "2", "--on-worker-loss", "continue") as started:
+        ranks(3).outcomes(_go_on_without, [started[0].address], str(tmp_path), timeout=60, grace=LIMIT_S + 10)
+        assert "worker 1 said nothing for 2 s" in started[0].output()
+    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 2))
+    model, means = seeded(Tower), []
+    for rank in (0, 2):
+        model.zero_grad()
+        loss(model, batch(rank, 5)).backward()
+        means.append(gradients(model))
+    for ours, theirs, *local in zip(first, second, *means, strict=True):
+        assert torch.equal(ours, theirs)
+        mean = sum(local) / 2
+        assert (ours - mean).abs().max() <= 0.02 * mean.abs().max()
+
+
+def _survive(rank, world_size, folder, port):
+    """Lose the only server in the fourth step, attach to a new one, and go on with what this worker kept."""
+    from serving import start
+
+    address = f"tcp://127.0.0.1:{port}"
+    server = start(world_size, bind=address) if rank == 0 else None
+    model, link, kept, losses = DDP(seeded(Tower), bucket_cap_mb=0.01), None, {}, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    link = thinwire.attach(model, "topk:0.05", servers=_quick([address]), options=ALL)
+    for step in range(6):
+        for attempt in range(2):
+            kept[attempt] = digest(t for _, t in sorted(link.state_dict()["worker"].items()))
+            optimizer.zero_grad()
+            value = loss(model, batch(rank, step))
+            if (step, attempt) == (3, 0):
+                torch.distributed.barrier()  # both have their state
+                if server is not None:
+                    server.kill()
+            try:
+                value.backward()
+                break
+            except RuntimeError:
+                assert (step, attempt) == (3, 0)
+                assert isinstance(link.error, ServerError | RankLostError)
+                state = link.state_dict()
+                assert state["step"] == 3
+                assert digest(t for _, t in sorted(state["worker"].items())) == kept[0]
+                assert sum(float(t.abs().sum()) for t in state["worker"].values()) > 0
+                if server is not None:
+                    server = start(world_size, bind=address)
+                model = DDP(model.module, bucket_cap_mb=0.01)
+                link = thinwire.attach(model, "topk:0.05", servers=_quick([address]), options=ALL)
+                link.load_state_dict(state)
+        losses.append(float(value.detach()))
+        optimizer.step()
+    link.close()
+    if server is not None:
+        server.kill()
+    return digest(model.parameters()), losses
+
+
+def test_a_server_is_started_again_from_what_workers_kept(ranks, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (first, losses), (second, _) = ranks(2).run(_survive, str(tmp_path), port)
+    assert first == second
+    assert len(losses) == 6
+    assert all(math.isfinite(value) for value in losses)
+
+
+# --- soak -----------------------------------------------------------------------------------------------------------
+
+
+def _resident_nbytes(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _soak(rank, world_size, addresses, pids, seconds):
+    """Train for so long; return the steps, and what the servers and this worker held at some moments."""
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    steps, held, started = 0, [], time.monotonic()
+    with attached(model, "topk:0.05", servers=addresses) as link:
+        going = torch.ones(1)
+        while going:
+            for _ in range(50):
+                model.zero_grad()
+                loss(model, batch(rank, steps)).backward()
+                steps += 1
+            held.append([_resident_nbytes(pid) for pid in (*pids, os.getpid())])
+            going = torch.tensor(float(time.monotonic() - started < seconds))
+            torch.distributed.broadcast(going, 0)
+        assert link.error is None
+    return steps, held, digest(gradients(model))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_memory_stays_flat(ranks):
+    """As long as THINWIRE_SOAK_S says."""
+    seconds = float(os.environ.get("THINWIRE_SOAK_S", "60"))
+    with servers(2, 2) as started:
+        addresses, pids = [server.address for server in started], [server.process.pid for server in started]
+        results = ranks(2).run(_soak, addresses, pids, seconds, timeout=seconds + 120)
+        assert [server.output() for server in started] == ["", ""]
+    steps, _, first = results[0]
+    assert all((steps, first) == (other_steps, other) for other_steps, _, other in results)
+    for _, held, _ in results:
+        middle, last = held[len(held) // 4], held[-1]
+        print(f"{steps} steps; resident bytes at a quarter {middle}, at the end {last}")
+        assert all(after - before < 8 << 20 for before, after in zip(middle, last, strict=True))
+
+
+# --- attach ---------------------------------------------------------------------------------------------------------
+
+
+def _refused(rank, world_size, addresses):
+    for where, error, match in (
+        (
+            _quick(["tcp://127.0.0.1:9"], connect_timeout_s=1.0),
+            (ServerError, PlanError),
+            "expected a welcome within 1 s",
+        ),
+        (_quick([*addresses, *addresses[:0]]), (PlanError,), "expected 3 workers and server 0 of 1, got a worker of 2"),
+    ):
+        model = DDP(seeded(Tower))
+        with pytest.raises(error, match=match):
+            thinwire.attach(model, "int8", servers=where)
+    for recipe in ("powersgd:4", "gather/int8", "global:8"):
+        with pytest.raises(PlanError, match="expected a recipe of the two-shot exchange"):
+            thinwire.attach(DDP(seeded(Tower, 256)), recipe, servers=addresses)
+    with pytest.raises(ServerError, match="expected an address such as"):
+        thinwire.attach(DDP(seeded(Tower)), "int8", servers=["10.0.0.1:5555"])
+    with pytest.raises(ServerError, match="is another machine"):
+        thinwire.attach(DDP(seeded(Tower)), "int8", servers=["tcp://10.0.0.1:5555"])
+    return True
+
+
+def test_what_cannot_be_attached(ranks):
+    with servers(3) as started:
+        assert ranks(2).run(_refused, [started[0].address]) == [True, True]
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def _train_with_keys(rank, world_size, addresses, keys):
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, "int8", servers=addresses, keys=keys):
+        return train(model, rank, range(3))
+
+
+def _without_keys(rank, world_size, address, keys):
+    """1,000 connections without a key, or with one that is not known, say hello; none may get an answer."""
+    import zmq
+
+    from thinwire.server.protocol import Hello, Kind
+    from thinwire.wire import Frame
+
+    context, sockets = zmq.Context(), []
+    context.set(zmq.MAX_SOCKETS, 2000)
+    hello = Frame(kind=Kind.HELLO, session=1, payload=Hello(0, 1, 0, 1, "p").pack())
+    for i in range(1000):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        if i % 2:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = keys
+        socket.connect(address)
+        socket.send_multipart([hello.header(), bytes(hello.payload)])
+        sockets.append(socket)
+    time.sleep(2.0)
+    answered = sum(bool(socket.poll(0)) for socket in sockets)
+    for socket in sockets:
+        socket.close()
+    context.term()
+    return answered
+
+
+def test_only_who_has_a_key_gets_anything(ranks, tmp_path):
+    from thinwire.server.keys import make_keys
+
+    make_keys(tmp_path)
+    assert (tmp_path / "worker/worker.secret").stat().st_mode & 0o077 == 0
+    with pytest.raises(ServerError, match="expected no keys there"):
+        make_keys(tmp_path)
+    with servers(1, 1, "--keys", str(tmp_path / "server")) as started:
+        address = started[0].address
+        server_key = (tmp_path / "server/server.public").read_bytes().strip()
+        assert ranks(1).run(_without_keys, address, server_key) == [0]
+        first = ranks(1).run(_train_with_keys, [address], str(tmp_path / "worker"))
+        assert "unknown peer" not in started[0].output()  # none of it came through
+    with servers(1) as started:
+        assert ranks(1).run(_train_with_keys, [started[0].address], None) == first

@@ -1,0 +1,248 @@
+"""Rounds of a server: what is early waits, what is late or doubled is refused, and slow workers get what is theirs."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from in_one_process import SESSION, Cluster
+
+from thinwire import BlockQuant, Identity, PlanOptions
+from thinwire.aggregators import Message, PushPull
+from thinwire.plan import build_plan
+from thinwire.server.content import parse_content
+from thinwire.server.engine import Engines
+from thinwire.server.protocol import Clocks, Failure, Kind
+from thinwire.server.service import Served
+from thinwire.state import State
+from thinwire.wire import Frame
+
+NUMEL = 10
+
+
+class Workers:
+    """Workers with one parameter, whose frames a test sends when it likes."""
+
+    def __init__(self, num: int, **options) -> None:
+        self.cluster = Cluster(num, **options)
+        self.service = self.cluster.services[0]
+        exact = PushPull(up=Identity(), down=Identity())
+        plan = build_plan(
+            [("w", torch.zeros(NUMEL))], lambda _: exact, num, PlanOptions(min_nbytes=0, compress_1d=True)
+        )
+        (self.layout,) = plan.messages(["w"])
+        self._states = [State(plan, {"w": torch.zeros(NUMEL)}, rank) for rank in range(num)]
+        self._plan = plan
+        self.text = self.layout.rounds[0].contents[0]
+        for rank in range(num):
+            self._send(rank, Kind.DECLARE, 0, self.text.encode())
+
+    def _send(self, rank: int, kind: Kind, round_: int, payload: bytes = b"") -> None:
+        self.cluster.send(0, rank, self.cluster.frame(kind, rank, self.text, round_, payload))
+
+    def push(self, rank: int, round_: int, value: float) -> None:
+        (partition,) = self.layout.partitions
+        block = self._states[rank].block(partition, torch.full((NUMEL,), value), frozenset())
+        transfer = next(PushPull.exchange(Message(self.layout, [block], rank, round_)))
+        self._send(rank, Kind.PUSH, round_, transfer.send.numpy().tobytes())
+
+    def pull(self, rank: int, round_: int) -> None:
+        self._send(rank, Kind.PULL, round_)
+
+    def got(self, rank: int) -> list[tuple[int, float, int]]:
+        """Return the means that have come: (round, value, over how many)."""
+        means = []
+        for frame in self.cluster.inbox[0, rank]:
+            assert frame.kind == Kind.MEAN, Failure.parse(frame.payload)
+            data = bytes(frame.payload)
+            values = torch.frombuffer(bytearray(data[-4 * NUMEL :]), dtype=torch.float32)
+            assert values.eq(values[0]).all()
+            means.append((frame.round, float(values[0]), int.from_bytes(data[4:8], "little")))
+        self.cluster.inbox[0, rank].clear()
+        return means
+
+    def errors(self, rank: int) -> list[Failure]:
+        return [Failure.parse(f.payload) for f in self.cluster.inbox[0, rank] if f.kind == Kind.ERROR]
+
+    @property
+    def served(self) -> Served:
+        (served,) = self.service._served.values()
+        return served
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.CRITICAL, logger="thinwire")
+
+
+def test_a_slow_puller_gets_its_own_round():
+    """The race of BytePS's server: a fast worker's next push must not overwrite what a slow one still has to pull."""
+    workers = Workers(2)
+    for rank in (0, 1):
+        workers.push(rank, 0, 1.0 + rank)
+    workers.pull(0, 0)
+    assert workers.got(0) == [(0, 1.5, 2)]
+    workers.push(0, 1, 100.0)
+    workers.pull(0, 1)
+    assert workers.got(0) == []
+    workers.pull(1, 0)
+    assert workers.got(1) == [(0, 1.5, 2)]
+    workers.push(1, 1, 200.0)
+    assert workers.got(0) == [(1, 150.0, 2)]
+    workers.pull(1, 1)
+    assert workers.got(1) == [(1, 150.0, 2)]
+    assert not workers.served.results
+    assert not workers.service.refused
+
+
+def test_frames_of_other_rounds_are_refused_and_counted():
+    workers = Workers(2)
+    workers.push(0, 0, 1.0)
+    workers.push(0, 0, 1.0)
+    workers.pull(0, 0)
+    workers.pull(0, 0)
+    workers.push(0, 1, 1.0)
+    workers.pull(1, 5)
+    workers.push(1, 0, 3.0)
+    assert workers.got(0) == [(0, 2.0, 2)]
+    workers.push(1, 0, 7.0)
+    workers.pull(0, 0)
+    workers.pull(1, 0)
+    assert workers.got(1) == [(0, 2.0, 2)]
+    workers.pull(1, 0)
+    assert workers.service.refused == {"duplicate": 2, "out of order": 2, "late": 3}
+    assert workers.got(0) == workers.got(1) == []
+
+
+def test_contributions_are_added_in_the_order_of_ranks():
+    workers = Workers(3)
+    order = []
+    add = workers.served.mean.add
+    workers.served.mean.add = lambda rank, data: (order.append(rank), add(rank, data))
+    for rank in (2, 1):
+        workers.push(rank, 0, 1.0)
+    assert order == []
+    assert workers.service.missing(workers.served) == 1
+    workers.push(0, 0, 1.0)
+    assert order == [0, 1, 2]
+
+
+def test_a_lost_worker_is_an_error_on_all_others():
+    workers = Workers(3, heartbeat_timeout_s=5.0)
+    workers.push(1, 0, 1.0)
+    now = time.monotonic()
+    for rank in (0, 2):
+        frame = Frame(kind=Kind.HEARTBEAT, session=SESSION, sender=rank, clock=rank + 1)
+        workers.service.receive(rank, frame.header(), b"", now + 4)
+        (answer,) = workers.cluster.inbox[0, rank]
+        workers.cluster.inbox[0, rank].clear()
+    assert Clocks.parse(answer.payload).clocks == [1, 0, 3]
+    workers.service.check_heartbeats(now + 4.5)
+    assert workers.errors(0) == []
+    workers.service.check_heartbeats(now + 6)
+    for rank in (0, 2):
+        assert workers.errors(rank) == [Failure("lost", "worker 1 said nothing for 5 s (seen by server 0 of 1)")]
+    assert workers.errors(1) == []
+    assert workers.service.is_over
+    assert workers.service.clocks() == [1, -1, 3]
+
+
+@pytest.mark.parametrize("stage", ["nothing", "pushed", "pulling", "first"])
+@pytest.mark.parametrize("order", ["rank", "arrival"])
+def test_those_present_finish_the_round(stage, order):
+    """Whatever the lost worker has sent by then."""
+    workers = Workers(3, on_worker_loss="continue", order=order)
+    if stage != "nothing":
+        workers.push(1, 0, 30.0)
+    if stage == "pulling":
+        workers.pull(1, 0)
+    for rank in (0, 2):
+        if stage == "first" and rank == 2:
+            workers.service.lose([1], "is gone")
+        workers.push(rank, 0, float(rank))
+        workers.pull(rank, 0)
+    if stage != "first":
+        workers.service.lose([1], "is gone")
+    expected = (0, 1.0, 2) if stage == "nothing" else (0, pytest.approx(32 / 3), 3)
+    assert workers.got(0) == workers.got(2) == [expected]
+    for rank in (2, 0):
+        workers.push(rank, 1, float(rank))
+        workers.pull(rank, 1)
+    assert workers.got(0) == workers.got(2) == [(1, 1.0, 2)]
+    assert not workers.served.results
+    workers.push(1, 1, 5.0)
+    assert workers.service.refused == {"late": 1}
+
+
+def test_a_worker_that_gives_up_takes_the_others_along():
+    workers = Workers(2)
+    bye = Failure("worker", "ValueError: no").pack()
+    workers.cluster.send(0, 1, Frame(kind=Kind.BYE, session=SESSION, sender=1, payload=bye))
+    (failure,) = workers.errors(0)
+    assert failure.message.startswith("worker 1 gave up: ValueError: no")
+
+
+def test_a_worker_that_leaves_too_soon_is_named():
+    workers = Workers(2)
+    for rank in (0, 1):
+        workers.push(rank, 0, 1.0)
+    workers.cluster.send(0, 1, Frame(kind=Kind.BYE, session=SESSION, sender=1))
+    workers.pull(0, 0)
+    assert workers.got(0) == [(0, 1.0, 2)]  # it may have been the last round
+    workers.push(0, 1, 1.0)
+    (failure,) = workers.errors(0)
+    assert failure.message.startswith("worker 1 closed its link while others go on")
+
+
+def test_a_goodbye_that_cannot_be_read_is_refused():
+    workers = Workers(2)
+    workers.cluster.send(0, 1, Frame(kind=Kind.BYE, session=SESSION, sender=1, payload=b"{"))
+    assert workers.service.refused == {"malformed": 1}
+
+
+def test_bytes_that_are_no_encoding_end_the_run():
+    workers = Workers(1)
+    workers._send(0, Kind.PUSH, 0, bytes(workers.served.content.push_nbytes))  # a loss scale of 0
+    (failure,) = workers.errors(0)
+    assert "what worker 0 pushed: push: expected a positive loss scale" in failure.message
+
+
+def test_compressed_partitions_weigh_more():
+    texts = []
+    for compressor in (Identity(), BlockQuant(bits=8)):
+        settings = PushPull(up=compressor, down=compressor)
+        plan = build_plan([("w", torch.zeros(100, 100))], lambda _, s=settings: s, 2, PlanOptions(min_nbytes=0))
+        texts.append(plan.messages(["w"])[0].rounds[0].contents[0])
+    exact, compressed = (parse_content(text, 2).work for text in texts)
+    assert (exact, compressed) == (40_000, 80_000)
+
+
+class _Stub:
+    thread = 0
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+
+
+def test_an_engine_thread_takes_what_is_nearest_to_completion():
+    done, started, go_on = [], threading.Event(), threading.Event()
+
+    def work(one):
+        done.append(one.missing)
+        started.set()
+        assert go_on.wait(10)
+
+    engines = Engines(1, work, lambda one: one.missing)
+    first, *others = (_Stub(missing) for missing in (9, 3, 1, 2))
+    engines.wake(first)
+    assert started.wait(10)
+    for one in others:
+        engines.wake(one)
+    others[0].missing = 0  # another contribution has come meanwhile
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while len(done) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engines.close()
+    assert done == [9, 0, 1, 2]
