@@ -20,7 +20,7 @@ OPERATIONS: tuple[KernelOperation, ...] = ("encode", "encode_feedback", "decode"
 def compressors_of(plans: Iterable[Plan]) -> list[Compressor]:
     """Return the compressors that plans call, each once."""
     aggregators = {param.aggregator for plan in plans for param in plan.params}
-    found = [kind for a in aggregators if not isinstance(a, PowerSGD) for kind in (a.up, a.down)]
+    found = [kind for a in aggregators if not isinstance(a, PowerSGD) for kind in (a.up, a.down, a.inner)]
     found.append(Identity())  # of what rides along uncompressed
     return sorted(dict.fromkeys(found), key=lambda compressor: compressor.recipe())
 

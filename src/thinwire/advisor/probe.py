@@ -31,6 +31,9 @@ from thinwire.recipes import parse_recipe
 RECIPES = ("dense:fp16", "fp16", "int8", "int4", "onebit", "topk:0.01", "powersgd:4", "global:8", "topkc:0.01")
 """Whose kernels are measured, if nothing else is asked for: those that `advise` compares."""
 
+NODE_RECIPES = ("hier/int8", "hier:fp16/int4")
+"""As `RECIPES`, where hosts have several ranks."""
+
 INSIDE_RANKS = 4  # of one host, between which its inner links are measured
 
 T = TypeVar("T")
@@ -118,6 +121,11 @@ def probe_cluster(
         model=name,
         assumptions=(*assumptions, *found),
     )
+
+
+def default_recipes(ranks_per_host: int) -> tuple[str, ...]:
+    """Return the recipes to compare if nothing else is asked for."""
+    return (*RECIPES, *NODE_RECIPES) if ranks_per_host > 1 else RECIPES
 
 
 @contextmanager
@@ -225,6 +233,7 @@ def _measure_kernels(
     computation: Computation, cluster: Cluster, recipes: Sequence[str], threads: int, group: dist.ProcessGroup
 ) -> Kernels:
     """Measure on rank 0, alone: others would take its cores where they share them."""
+    recipes = default_recipes(cluster.ranks_per_host) if recipes == RECIPES else recipes
     plans = [plan for recipe in recipes if (plan := plan_for(computation, cluster, recipe)) is not None]
 
     def measure() -> Kernels:

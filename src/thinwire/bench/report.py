@@ -28,7 +28,7 @@ _CAPTIONS = {
 
 _FULL_WIDTH = ("step-time", "bytes-per-step")
 
-_CSS = """
+CSS = """
 :root { color-scheme: light; --ink: #1f2328; --soft: #57606a; --line: #d8dee4; --blue: #0969da; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2.5rem 1.5rem 3rem; max-width: 76rem; color: var(--ink); background: #fff;
@@ -105,7 +105,7 @@ def page(title: str, body: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_CSS}</style></head>\n<body>\n"
+        f"<title>{html.escape(title)}</title><style>{CSS}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )

@@ -18,6 +18,7 @@ COMMANDS = (
     "replay",
     "selfcheck",
     "probe",
+    "advise",
     "whatif",
     "reproduce",
     "server",

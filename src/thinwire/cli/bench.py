@@ -24,7 +24,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "measures a parameter server's own work instead, without a network."
         ),
     )
-    parser.add_argument("what", nargs="?", choices=("server",), help="a parameter server alone, see below")
     parser.add_argument(
         "--workload",
         type=argument(parse_workload),
@@ -72,12 +71,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write what every rank does in one step, for https://ui.perfetto.dev; FILE-METHOD for several methods",
     )
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
-    alone = parser.add_argument_group("for `bench server`")
+    from thinwire.cli import validate  # takes its arguments' types from here
+
+    others = parser.add_subparsers(dest="what", metavar="server|validate")
+    alone = others.add_parser("server", help="measure a parameter server alone")
     alone.add_argument("--workers", type=positive_int, default=8, help="that push (default: 8)")
     alone.add_argument(
         "--recipes", metavar="A,B", default="onebit,int8,topk:0.01,identity", help="default: %(default)s"
     )
     alone.add_argument("--mb", type=positive, default=16.0, help="MiB of one worker's gradient (default: 16)")
+    alone.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    validate.add_parser(others)
     return parser
 
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"{', '.join(MODELS)}, whose time on a V100 is then taken from a table (default: resnet50)",
     )  # fmt: skip
     parser.add_argument(
-        "--recipes", metavar="RECIPE,...", type=argument(_recipes), default=RECIPES,
+        "--recipes", metavar="RECIPE,...", type=argument(recipe_list), default=RECIPES,
         help=f"whose kernels to measure (default: {','.join(RECIPES)})",
     )  # fmt: skip
     parser.add_argument(
@@ -157,7 +157,8 @@ def _model(text: str) -> str:
     return text
 
 
-def _recipes(text: str) -> tuple[str, ...]:
+def recipe_list(text: str) -> tuple[str, ...]:
+    """Read recipes with commas between them."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         parse_recipe(name)
