@@ -140,7 +140,7 @@ class Plan:
             total += sum(4 * (owned if slot.owned else param.slot_numel(slot)) for slot in param.slots)
         return total
 
-    def message_nbytes(self, rank: int) -> int:
+    def buffers_nbytes(self, rank: int) -> int:
         """Return the bytes of all buffers that a message sends from and receives into on `rank`, of the largest one.
 
         On a GPU in pinned memory, and about as much beside the gradients. Buckets that are sent dense, by all-reduce,

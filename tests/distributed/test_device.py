@@ -52,7 +52,7 @@ def _steps(rank, recipe, *, beside, steps=3):
     if beside:
         device.close()
         assert device.num_copies > 0
-        assert 0 < stats["pinned_nbytes"] <= 2 * DEPTH * max(64, link.plan.message_nbytes(rank))  # in powers of two
+        assert 0 < stats["pinned_nbytes"] <= 2 * DEPTH * max(64, link.plan.buffers_nbytes(rank))  # in powers of two
     else:
         assert stats["pinned_nbytes"] == 0
     kept = [t for slot in ("worker", "owner", "momentum", "estimate", "mean") for _, t in sorted(state[slot].items())]

@@ -252,7 +252,7 @@ def _memory(rank, world_size):
             model.zero_grad()
             loss(model, batch(rank, step, width=256).cuda()).backward()
             found.append({k: link.stats()[k] for k in ("work_nbytes", "pinned_nbytes", "residual_nbytes")})
-        return found, link.plan.residual_nbytes(rank), link.plan.raw_nbytes, 6 * link.plan.message_nbytes(rank)
+        return found, link.plan.residual_nbytes(rank), link.plan.raw_nbytes, 6 * link.plan.buffers_nbytes(rank)
 
 
 def test_memory_is_what_the_plan_says_and_does_not_grow(ranks):
