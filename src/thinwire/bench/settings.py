@@ -6,16 +6,22 @@ import re
 from pathlib import Path
 
 from thinwire.bench.shapes import model_layers
-from thinwire.errors import RecipeError
+from thinwire.errors import RecipeError, ThinwireError
 
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
 """PyTorch's own ways to exchange gradients, under the names that the command line and the JSON use."""
 
 DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
 
+SHARDED_METHODS = ("fsdp", "int8", "int4", "int4:weights=int8", "onebit")
+"""Of FSDP2 models: ``fsdp`` is FSDP2 as it is; after ``:weights=`` stands what weights are gathered in."""
+
+WRAPS = ("ddp", "fsdp")
+
 REPLAYS = ("resnet50", "vgg16", "bert-base", "bert-large")
 
-_BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
+_WEIGHTS = ":weights="
+_BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(REPLAYS)})(/[1-9]\d*)?")
 
 
@@ -25,8 +31,11 @@ class Settings:
 
     Args:
         workload: ``gpt``, ``digits``, or ``replay:NAME[/SCALE]``.
-        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``) and recipes (``int8``, ``topk:0.01``).
-        nodes: emulated hosts, one rank each.
+        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``; ``fsdp``) and recipes (``int8``,
+            ``topk:0.01``; ``int4:weights=int8``).
+        wrap: what the model is put into, ``ddp`` or ``fsdp`` (FSDP2).
+        nodes: emulated hosts.
+        ranks_per_node: ranks on each of them, which talk to each other through its loopback.
         rate: of each host's link, both ways, such as ``100mbit``; None leaves it as it is.
         latency: one way, such as ``5ms``; None adds none.
         steps: train exactly this many; None trains for ``seconds``.
@@ -41,7 +50,9 @@ class Settings:
 
     workload: str = "gpt"
     methods: tuple[str, ...] = DEMO_METHODS
+    wrap: str = "ddp"
     nodes: int = 4
+    ranks_per_node: int = 1
     rate: str | None = "100mbit"
     latency: str | None = None
     steps: int | None = None
@@ -52,6 +63,11 @@ class Settings:
     optimizer: str = "adamw"
     compute_s: float | None = None
     trace: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
 
     def save(self, path: Path) -> None:
         """Write these settings as JSON, for the ranks."""
@@ -74,19 +90,54 @@ def parse_methods(text: str) -> tuple[str, ...]:
     for name in methods:
         if _BASELINE.fullmatch(name):
             continue
-        from thinwire.recipes import recipe_names
+        from thinwire.recipes import parse_compressor, recipe_names
         from thinwire.schedule import parse_schedule
 
         try:
-            parse_schedule(name)
+            recipe, kind = split_weights(name)
+            parse_schedule(recipe)
+            if kind is not None:
+                parse_compressor(kind)
         except RecipeError as error:
             raise ValueError(
-                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK and "
-                f"thinwire's recipes {', '.join(recipe_names())}"
+                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, "
+                f"fsdp, and thinwire's recipes {', '.join(recipe_names())}"
             ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")
     return methods
+
+
+def split_weights(method: str) -> tuple[str, str | None]:
+    """Return the recipe of gradients, and that of weights if there is one.
+
+    >>> split_weights("int4:weights=int8"), split_weights("onebit")
+    (('int4', 'int8'), ('onebit', None))
+    """
+    recipe, found, kind = method.partition(_WEIGHTS)
+    return recipe, kind if found else None
+
+
+def check_wrap(settings: Settings) -> None:
+    """Raise `ThinwireError` for what does not go together with the wrapper."""
+    if settings.wrap == "ddp":
+        if wrong := [name for name in settings.methods if name == "fsdp" or split_weights(name)[1] is not None]:
+            raise ThinwireError(f"--methods {wrong[0]}: expected --wrap fsdp with it; DDP sends no weights")
+        return
+    if wrong := [name for name in settings.methods if name.startswith("ddp")]:
+        raise ThinwireError(f"--methods {wrong[0]}: expected --wrap ddp with it, or fsdp, the baseline of FSDP2")
+    if settings.workload.startswith("replay:"):
+        raise ThinwireError(
+            "--wrap fsdp: a replay makes up gradients in DDP's buckets and never reads its parameters, which FSDP2 "
+            "would gather; expected --workload gpt or digits"
+        )
+    if settings.ranks_per_node > 1:
+        raise ThinwireError(
+            "--wrap fsdp: expected one rank a host; several would take FSDP2 over one host and "
+            "attach(..., replicate_group=) between hosts"
+        )
+    if settings.bucket_cap_mb is not None:
+        raise ThinwireError("--bucket-cap-mb: FSDP2 has no buckets; leave it out")
 
 
 def parse_workload(text: str) -> str:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods, parse_workload
+from thinwire.bench.settings import (
+    DEMO_METHODS,
+    SHARDED_METHODS,
+    WRAPS,
+    Settings,
+    check_wrap,
+    parse_methods,
+    parse_workload,
+)
 from thinwire.errors import ThinwireError
 from thinwire.lab.units import MAX_NODES
 
@@ -29,10 +37,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_network_arguments(parser)
     parser.add_argument(
+        "--wrap", choices=WRAPS, default="ddp", help="what the model is put into; fsdp is FSDP2 (default: ddp)"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        default=1,
+        help="ranks on each host, which hier recipes know as a node (default: 1)",
+    )
+    parser.add_argument(
         "--methods",
         type=argument(parse_methods),
-        default=DEMO_METHODS,
-        help=f"comma-separated (default: {','.join(DEMO_METHODS)})",
+        help=f"comma-separated (default: {','.join(DEMO_METHODS)}; with --wrap fsdp {','.join(SHARDED_METHODS)})",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=positive_int, help="train exactly this many steps with each method")
@@ -68,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
         raise ThinwireError("--optimizer: a replay trains nothing and has no optimizer; leave it out")
     settings = Settings(
         workload=args.workload,
-        methods=args.methods,
+        methods=args.methods or (SHARDED_METHODS if args.wrap == "fsdp" else DEMO_METHODS),
+        wrap=args.wrap,
         nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
         rate=args.rate,
         latency=args.latency,
         steps=args.steps,
@@ -81,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         compute_s=args.compute,
         trace=args.trace is not None,
     )
+    check_wrap(settings)
     return run_settings(settings, json_file=args.json, report=args.report, trace=args.trace)
 
 

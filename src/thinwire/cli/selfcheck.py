@@ -22,6 +22,7 @@ from thinwire.cli.output import add_json_argument, check_outputs, table_file, wr
 from thinwire.errors import ThinwireError
 from thinwire.ladder import Report, Rung, selfcheck
 from thinwire.ladder.training import Factory, Loss
+from thinwire.policy import PlanOptions
 from thinwire.schedule import parse_schedule
 
 _MEETING_S = 60.0  # ranks may take so long to start, whatever the timeout of collectives
@@ -49,6 +50,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="returns an nn.Module, or (nn.Module, loss(model, step, rank)) (default: a small one)",
     )  # fmt: skip
     parser.add_argument("--nproc", type=positive_int, help="ranks to start on this machine (default: 2)")
+    parser.add_argument(
+        "--ranks-per-node", type=positive_int, metavar="N", help="of which hier recipes are to know: ranks on each host"
+    )
     parser.add_argument("--steps", type=positive_int, default=6, help="of a training, at least 2 (default: 6)")
     parser.add_argument("--lr", type=positive, default=0.05, help="of SGD (default: 0.05)")
     parser.add_argument(
@@ -89,6 +93,7 @@ def _start(args: argparse.Namespace, num: int) -> int:
     launch |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, "-m", "thinwire", "selfcheck", "--steps", str(args.steps), "--lr", str(args.lr)]
     command += ["--timeout", str(args.timeout), *(["--model", args.model] if args.model else [])]
+    command += ["--ranks-per-node", str(args.ranks_per_node)] if args.ranks_per_node else []
     command += [*(["--json", args.json] if args.json else []), "--recipe", *args.recipes]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -145,7 +150,15 @@ def _rank(args: argparse.Namespace) -> int:
                 if rung is not None:
                     table.add([recipe, name, rung.verdict, f"{rung.seconds:.1f}", rung.sentence])
 
-            report = selfcheck(factory, recipe, steps=args.steps, lr=args.lr, timeout=args.timeout, on_rung=on_rung)
+            report = selfcheck(
+                factory,
+                recipe,
+                steps=args.steps,
+                lr=args.lr,
+                options=PlanOptions(node_sizes=args.ranks_per_node),
+                timeout=args.timeout,
+                on_rung=on_rung,
+            )
             reports.append(report)
             if any(rung.numbers.get("raised") for rung in report.rungs):
                 break
@@ -180,6 +193,7 @@ def _document(reports: Sequence[Report], args: argparse.Namespace) -> dict[str, 
             "thinwire": __version__,
             "torch": torch.__version__,
             "world_size": reports[0].world_size,
+            "ranks_per_node": args.ranks_per_node,
             "model": args.model or "built in",
             "steps": args.steps,
             "lr": args.lr,
