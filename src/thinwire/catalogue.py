@@ -72,6 +72,8 @@ WHEN = {
     "randomk:0.01": "no indices on the wire, and sums stay sparse; far noisier than topk at equal density",
     "randomk:0.01:rotating": "as randomk, where no coordinate may wait longer than 1/density steps",
     "gather/randomk:0.1:scaled": "unbiased sparsification without residuals; very noisy",
+    "hier/int8": "several ranks a host: bytes between hosts do not grow with their number; needs attach(..., nodes=)",
+    "hier:bf16/int4": "as hier/int8 with half of the bytes, and inside hosts with 16 bits",
     "identity": "one direction of a two-shot exchange left uncompressed, as in topk:0.01+identity",
 }
 """Recipes worth showing, and when to choose them, in any order."""
@@ -170,7 +172,7 @@ def _kind(recipe: str) -> str:
 
 def _with_every_aggregator(recipe: str) -> Iterator[Aggregator]:
     compressor = recipe.rpartition("/")[2]
-    for name in AGGREGATORS:
+    for name in (*AGGREGATORS, "hier"):
         try:
             yield parse_recipe(f"{name}/{compressor}" if name else compressor)
         except RecipeError:

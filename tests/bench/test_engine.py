@@ -5,19 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from thinwire import PlanOptions
 from thinwire.bench import engine
 from thinwire.bench.arithmetic import dense_nbytes
+from thinwire.bench.methods import leaving_nbytes
 from thinwire.bench.settings import BASELINES, Settings
 from thinwire.cli import main
 from thinwire.errors import LabError
 from thinwire.lab import Lab, Loopback
+from thinwire.plan import build_plan
 
 
 @pytest.fixture
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_network(nodes: int, **_: Any) -> Loopback:
-        return Loopback(nodes, reason="chosen by the test")
+    def open_network(nodes: int, nproc_per_node: int, **_: Any) -> Loopback:
+        return Loopback(nodes, nproc_per_node, reason="chosen by the test")
 
     monkeypatch.setattr(engine, "open_network", open_network)
 
@@ -87,6 +91,60 @@ def test_a_time_budget_ends_a_replay_on_all_ranks():
     assert events.count("run") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("loopback")
+def test_ranks_of_one_host_are_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What leaves a host: half as much where its two ranks send their sum, in 4 bits an eighth of DDP's."""
+    file = tmp_path / "results.json"
+    arguments = ["--workload", "digits", "--nodes", "2", "--ranks-per-node", "2", "--steps", "6", "--json", str(file)]
+    assert main(["bench", *arguments, "--methods", "ddp,int4,hier/int4"]) == 0
+    assert "4 processes on one machine" in capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert document["conditions"]["ranks_per_node"] == 2
+    ddp, whole, sums = document["runs"]
+    assert all(run["bit_identical"] for run in document["runs"])
+    assert ddp["planned_nbytes_per_step"] == dense_nbytes(document["conditions"]["num_parameters"], 4)
+    assert whole["planned_nbytes_per_step"] == pytest.approx(2 * sums["planned_nbytes_per_step"], rel=0.01)
+    assert sums["curve"]["loss"][0] == ddp["curve"]["loss"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loopback")
+def test_a_sharded_model_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Payloads by arithmetic: plain FSDP2's, and less where gradients, or weights too, are compressed."""
+    file = tmp_path / "results.json"
+    arguments = ["--workload", "digits", "--wrap", "fsdp", "--nodes", "2", "--steps", "5", "--json", str(file)]
+    assert main(["bench", *arguments, "--methods", "fsdp,int8,int8:weights=int8"]) == 0
+    assert "FSDP2 fp32" in capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert document["conditions"]["wrap"] == "fsdp"
+    plain, gradients, both = document["runs"]
+    assert all(run["bit_identical"] for run in document["runs"])
+    numel = document["conditions"]["num_parameters"]
+    # Half of the gradients, and of the weights once or twice, leave each of two hosts.
+    assert 2 * 2 * numel < plain["planned_nbytes_per_step"] < 3 * 2 * numel * 1.01
+    assert plain["compression_ratio"] == 1.0 < gradients["compression_ratio"] < both["compression_ratio"]
+    assert plain["curve"]["loss"][0] == gradients["curve"]["loss"][0]
+    assert plain["curve"]["loss"][0] != both["curve"]["loss"][0]  # computed with other weights
+    assert plain["accuracy"] > 0.1
+
+
+def test_what_leaves_a_host():
+    """Of nodes of one rank it is what the rank sends; of all ranks on one host nothing."""
+    for recipe in ("int8", "global:8", "globalexp", "powersgd:2", "gather/onebit", "hier/int4"):
+        options = PlanOptions(min_nbytes=0, partition_numel=4096, node_sizes=2)
+        plan = build_plan([("w", torch.zeros(256, 256)), ("b", torch.zeros(256))], recipe, 4, options)
+        rounds = [one for layout in plan.messages(["w", "b"]) for one in layout.rounds]
+        assert [leaving_nbytes(rounds, rank, 1) for rank in range(4)] == [
+            sum(one.sent_nbytes(rank) for one in rounds) for rank in range(4)
+        ]
+        assert leaving_nbytes(rounds, 0, 4) == 0
+        left = [leaving_nbytes(rounds, node, 2) for node in range(2)]
+        assert 0 < max(left) < plan.raw_nbytes
+        if recipe == "hier/int4":
+            assert max(left) == plan.between_nodes_nbytes
+
+
 @pytest.mark.usefixtures("loopback")
 def test_a_failing_rank_is_named_with_its_last_lines():
     with pytest.raises(LabError, match=r"(?s)rank \d .*nonsense"):
@@ -108,6 +166,25 @@ def test_bytes_at_the_interface_are_those_of_the_plan():
     assert run["ideal_s"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.lab
+def test_bytes_between_hosts_are_those_of_the_plan():
+    """Of two hosts of two ranks each, read at the hosts' interfaces: sums leave them once, not from every rank."""
+    try:
+        Lab(nodes=2).close()
+    except LabError as error:
+        pytest.skip(str(error))
+    methods = ("ddp", "int8", "hier/int8")
+    settings = Settings(workload="digits", methods=methods, nodes=2, ranks_per_node=2, rate="1gbit", steps=6)
+    document = engine.run_benchmark(settings, lambda event: None)
+    sent = {run["method"]: run["sent_nbytes_per_step"] for run in document["runs"]}
+    for run in document["runs"]:
+        assert run["bit_identical"]
+        assert 1.0 < sent[run["method"]] / run["planned_nbytes_per_step"] < 1.15
+    assert 1.8 < sent["int8"] / sent["hier/int8"] < 2.2
+    assert sent["ddp"] / sent["hier/int8"] > 4.0  # small parameters stay dense
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -119,6 +196,9 @@ def test_bytes_at_the_interface_are_those_of_the_plan():
         (["bench", "--nodes", "251"], "2 to 250"),
         (["bench", "--optimizer", "lion"], "lion"),
         (["bench", "--rate", "fast"], "fast"),
+        (["bench", "--methods", "int4:weights=int99"], "int99"),
+        (["bench", "--wrap", "fsdp1"], "fsdp1"),
+        (["bench", "--ranks-per-node", "0"], "above 0"),
         (["bench", "--latency", "soon"], "soon"),
         (["bench", "--steps", "3", "--seconds", "3"], "not allowed"),
         (["demo", "--seconds", "0"], "above 0"),
@@ -159,6 +239,22 @@ def test_a_replay_has_no_optimizer(arguments: list[str], capsys: pytest.CaptureF
 def test_a_decay_needs_a_number_of_steps(capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "--workload", "digits", "--decay", "linear"]) == 1
     assert "--decay: the learning rate falls over a number of steps; give it with --steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "fsdp"], "expected --wrap fsdp"),
+        (["--methods", "int4:weights=int8"], "DDP sends no weights"),
+        (["--wrap", "fsdp", "--methods", "ddp,int4"], "expected --wrap ddp"),
+        (["--wrap", "fsdp", "--workload", "replay:vgg16"], "a replay makes up gradients"),
+        (["--wrap", "fsdp", "--ranks-per-node", "2"], "expected one rank a host"),
+        (["--wrap", "fsdp", "--bucket-cap-mb", "1"], "FSDP2 has no buckets"),
+    ],
+)
+def test_what_does_not_go_together_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", *arguments]) == 1
+    assert words in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -48,6 +48,18 @@ def _run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_recipes_that_know_of_nodes(tmp_path: Path) -> None:
+    """Two nodes of two ranks; and what is missing where it is not said."""
+    done = _run(tmp_path, "thinwire", "selfcheck", "--recipe", "hier/int4", "--nproc", "4", "--ranks-per-node", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "delivered + owed = all gradients" in done.stdout
+    done = _run(tmp_path, "thinwire", "selfcheck", "--recipe", "hier/int4")
+    assert done.returncode == 1
+    assert "expected to be told which ranks share a node" in done.stdout + done.stderr
+
+
 def test_alone(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
     done = _run(tmp_path, "thinwire", "selfcheck", "--recipe", "int8", "onebit", "--json", str(file))

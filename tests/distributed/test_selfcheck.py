@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from thinwire.comm import process_group
@@ -14,7 +15,7 @@ from thinwire.ladder.climb import LADDER
 from thinwire.ladder.training import Training
 from thinwire.state import State
 
-OPTIONS = thinwire.PlanOptions(min_nbytes=0, partition_numel=1024)
+OPTIONS = thinwire.PlanOptions(min_nbytes=0, partition_numel=1024, node_sizes=2)
 RECIPES = {  # and what does not apply
     "int8": {"conservation"},
     "topk:0.25": set(),
@@ -25,6 +26,7 @@ RECIPES = {  # and what does not apply
     "topkc:0.25": {"conservation"},
     "topkc:0.25:fp32": set(),
     "powersgd:2": {"resume"},
+    "hier/int4": set(),
     "dense": set(),
 }
 
@@ -51,7 +53,7 @@ def _checked(rank, world_size, recipe, factory=_made, **kwargs):
 def test_a_healthy_launch(ranks, recipe):
     # Parity takes most of the time.
     rungs = [name for name in LADDER if name != "parity" or recipe in ("int8", "topk:0.25", "sign", "topk:0.25@dgc")]
-    world_size = 3 if recipe in ("int8", "powersgd:2") else 2
+    world_size = 3 if recipe in ("int8", "powersgd:2", "hier/int4") else 2
     first, *others = ranks(world_size).run(_healthy, recipe, rungs)
     for rung in first.rungs:
         assert rung.verdict == ("not applicable" if rung.name in RECIPES[recipe] else "ok"), str(first)
@@ -210,12 +212,14 @@ def _refused(rank, world_size):
     ]:
         with pytest.raises(kind, match=words):
             _checked(rank, world_size, recipe, **kwargs)
-    (rung,) = _checked(rank, world_size, "int8", factory=lambda: "a model").rungs
-    return rung.sentence
+    (first,) = _checked(rank, world_size, "int8", factory=lambda: "a model").rungs
+    (second,) = _checked(rank, world_size, "int8", factory=lambda: fully_shard(nn.Linear(48, 48))).rungs
+    return first.sentence, second.sentence
 
 
 def test_bad_arguments(ranks):
-    for sentence in ranks(2).run(_refused):
+    for sentence, of_a_sharded_model in ranks(2).run(_refused):
         assert "expected the factory to return an nn.Module" in sentence
+        assert "got a fully_shard model" in of_a_sharded_model
     with pytest.raises(AttachError, match="init_process_group"):
         thinwire.selfcheck(_made, "int8")

@@ -1,4 +1,4 @@
-"""Run a benchmark: open the network, start one worker per host, follow its events, return the document."""
+"""Run a benchmark: open the network, start a worker for every rank, follow its events, return the document."""
 
 import json
 import queue
@@ -53,7 +53,12 @@ def run_benchmark(
 
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder,
-        open_network(nodes=settings.nodes, rate=settings.rate, latency=settings.latency) as network,
+        open_network(
+            nodes=settings.nodes,
+            rate=settings.rate,
+            latency=settings.latency,
+            nproc_per_node=settings.ranks_per_node,
+        ) as network,
     ):
         status = {
             "emulated": network.emulated,
@@ -68,7 +73,7 @@ def run_benchmark(
         result = network.start(argv, env={}, on_line=on_line).wait(timeout=_timeout_s(settings))
         if result.ok and traces:
             for number, method in enumerate(settings.methods):
-                ranks = [Path(folder) / f"trace-{number}-{rank}.json" for rank in range(settings.nodes)]
+                ranks = [Path(folder) / f"trace-{number}-{rank}.json" for rank in range(settings.world_size)]
                 merge_traces(ranks, traces[method])
     if not errors.empty():
         raise errors.get()

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.workloads import Workload
@@ -34,16 +35,19 @@ class Interface:
 
 
 def timed_step(
-    model: DistributedDataParallel,
+    model: nn.Module,
     workload: Workload,
     optimizer: torch.optim.Optimizer | None,
     *,
     exchange: bool = True,
 ) -> tuple[float, float, float, float]:
-    """Train one step; return (loss, forward, backward, optimizer), the last three in seconds."""
+    """Train one step; return (loss, forward, backward, optimizer), the last three in seconds.
+
+    Without exchange the model is DDP's, or bare.
+    """
     start = time.perf_counter()
     model.zero_grad(set_to_none=True)
-    with nullcontext() if exchange else model.no_sync():
+    with model.no_sync() if not exchange and isinstance(model, DistributedDataParallel) else nullcontext():
         with span("forward"):
             loss = workload.loss(model)
         forward_end = time.perf_counter()
@@ -77,7 +81,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def compute_phases(
-    model: DistributedDataParallel, workload: Workload, optimizer: torch.optim.Optimizer | None, steps: int
+    model: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer | None, steps: int
 ) -> list[float]:
     """Median seconds of forward, backward and optimizer, all ranks running, nothing exchanged; mean over ranks."""
     phases: list[tuple[float, ...]] = []

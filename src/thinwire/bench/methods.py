@@ -2,8 +2,9 @@
 
 import dataclasses as dc
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.arithmetic import ring_nbytes
 from thinwire.bench.settings import LocalName, split_local
+from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
+from thinwire.errors import ScheduleError
 
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
 SLOW_BPS = 30e6  # up to here even a few bytes are worth sending early
+_KNOWS_NODES = re.compile(r"(?:^|\s)hier[:/]")  # in a recipe or a schedule
 _POWERSGD_MIN_COMPRESSION = 2  # torch's default: a matrix that would shrink less than this is sent whole
 
 
@@ -25,7 +29,7 @@ class Attached:
     """A method at work on one model, as the worker needs it.
 
     Args:
-        planned_nbytes: payload this rank sends per step once the method has started, by arithmetic.
+        planned_nbytes: payload that leaves this rank's host per step once the method has started, by arithmetic.
         codec_s: measures seconds of compression and decompression for one step on this rank, without exchange; None
             where the method does not let that be measured.
         link: thinwire's link, or None for a baseline.
@@ -33,6 +37,7 @@ class Attached:
         period: steps after which costs repeat; of a local method those between exchanges.
         settle: makes replicas equal that the method leaves apart, after the training; None where they are.
         close: ends the exchange, so that further steps are plain ones; None where DDP's ``no_sync`` does.
+        dense_nbytes: what the uncompressed exchange of the same model would send; None for DDP's ring.
     """
 
     planned_nbytes: float
@@ -42,6 +47,7 @@ class Attached:
     period: int = 1
     settle: Callable[[], None] | None = None
     close: Callable[[], None] | None = None
+    dense_nbytes: int | None = None
 
 
 def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> float:
@@ -66,7 +72,11 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
 
 
 def attach(
-    method: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, start_after: int
+    method: str,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None,
+    start_after: int,
+    ranks_per_node: int = 1,
 ) -> Attached:
     """Set ``method`` up on ``model``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -104,9 +114,15 @@ def attach(
             group["worker_momentum"] = True  # likewise, but for that of weight decay
     per_host, recipe = split_method(method)
     servers = start_servers(per_host) if per_host else None
-    link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after)
+    nodes = ranks_per_node if _KNOWS_NODES.search(recipe) else None
+    link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after, nodes=nodes)
     rank = dist.get_rank()
-    planned = host_nbytes(link.plan, rank, per_host) if per_host else link.plan.sent_nbytes(rank)
+    if per_host:
+        planned = host_nbytes(link.plan, rank, per_host)
+    else:
+        layouts = link.plan.messages([param.info.name for param in reversed(link.plan.params)])
+        rounds = [one for layout in layouts for one in layout.rounds]
+        planned = leaving_nbytes(rounds, rank // ranks_per_node, ranks_per_node)
     return Attached(planned, link.codec_seconds, link, link.phases.plans[-1][0])
 
 
@@ -135,6 +151,29 @@ def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: to
         settle=outer.sync,
         close=outer.close,
     )
+
+
+def leaving_nbytes(rounds: Iterable[Round], node: int, ranks_per_node: int) -> int:
+    """Return the payload bytes of rounds that leave a host of so many ranks, in rank order.
+
+    >>> leaving_nbytes([AllToAll((1, 2, 3, 4)), AllGather((1, 2, 3, 4))], 0, 2)
+    20
+    """
+    ours = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+    total = 0
+    for one in rounds:
+        match one:
+            case AllToAll(nbytes):
+                total += len(ours) * sum(n for rank, n in enumerate(nbytes) if rank not in ours)
+            case AllGather(nbytes):
+                total += (len(nbytes) - len(ours)) * sum(nbytes[rank] for rank in ours)
+            case SendRecv(moves):
+                total += sum(end - start for a, b, start, end in moves if a in ours and b not in ours)
+            case AllReduce():  # a ring: the last rank of a host sends to the first one of the next
+                total += one.sent_nbytes(ours[-1]) if len(ours) < one.world_size else 0
+            case Push() | Pull():
+                raise ScheduleError("expected rounds between ranks; host_nbytes counts those through servers")
+    return total
 
 
 def _ring_nbytes(nbytes: int) -> int:

@@ -132,13 +132,12 @@ def _subtitle(conditions: Mapping[str, Any]) -> str:
 def _tiles(document: Mapping[str, Any]) -> str:
     """The result in a few numbers: thinwire's best run beside plain DDP."""
     runs = document["runs"]
-    dense = next((run for run in runs if run["method"] == "ddp"), None)
+    dense = next((run for run in runs if run["method"] in ("ddp", "fsdp")), None)
     best = best_run(runs)
     if dense is None or best is None:
         return ""
-    tiles = [
-        (f"{dense['planned_nbytes_per_step'] / best['planned_nbytes_per_step']:.1f}×", "fewer bytes than DDP fp32")
-    ]
+    fewer = dense["planned_nbytes_per_step"] / best["planned_nbytes_per_step"]
+    tiles = [(f"{fewer:.1f}×", f"fewer bytes than {label(dense)}")]
     if document["conditions"]["emulated"]:
         tiles.insert(
             0,
@@ -150,13 +149,13 @@ def _tiles(document: Mapping[str, Any]) -> str:
         if best["val_loss"] is not None and dense["val_loss"] is not None:
             when = "the same steps" if document["conditions"]["seconds_per_method"] is None else "the same seconds"
             tiles.append(
-                (f"{best['val_loss']:.2f}", f"validation loss after {when}; DDP fp32: {dense['val_loss']:.2f}")
+                (f"{best['val_loss']:.2f}", f"validation loss after {when}; {label(dense)}: {dense['val_loss']:.2f}")
             )
     elif best["val_loss"] is not None and dense["loss_at_equal_steps"] is not None:
         tiles.append(
             (
                 f"{best['loss_at_equal_steps']:.2f}",
-                f"loss after {best['equal_steps']} steps; DDP fp32: {dense['loss_at_equal_steps']:.2f}",
+                f"loss after {best['equal_steps']} steps; {label(dense)}: {dense['loss_at_equal_steps']:.2f}",
             )
         )
     cells = "".join(

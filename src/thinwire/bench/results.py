@@ -51,6 +51,8 @@ def make_document(
         "emulated": emulated,
         "reason": network["reason"],
         "nodes": settings.nodes,
+        "ranks_per_node": settings.ranks_per_node,
+        "wrap": settings.wrap,
         "rate_bps": rate_bps if emulated else None,
         "latency_s": latency_s if emulated else None,
         "congestion_control": network["congestion_control"],
@@ -65,6 +67,7 @@ def make_document(
     runs = []
     for record in events.records:
         planned = record["planned_nbytes_per_step"]
+        dense = record.get("dense_nbytes_per_step") or dense_nbytes(numel, settings.world_size)
         phases = {name: record[name] for name in ("forward_s", "backward_s", "optimizer_s")}
         compute_s = sum(phases.values())
         ideal_s = None
@@ -80,9 +83,9 @@ def make_document(
                 "compute_s": compute_s,
                 "ideal_s": ideal_s,
                 "exposed_comm_s": record["step_s"] - compute_s,
-                # Every rank receives as much as it sends, on average over ranks.
+                # Every host receives as much as it sends, on average over hosts.
                 "planned_with_headers_nbytes_per_step": with_headers(planned, planned),
-                "compression_ratio": dense_nbytes(numel, settings.nodes) / planned if planned else None,
+                "compression_ratio": dense / planned if planned else None,
                 "train_loss": _tail_mean(record["curve"]["loss"]),
                 "note": _note(record["method"]),
             }

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from thinwire.errors import AttachError, RecipeError
+from thinwire.errors import AttachError, RecipeError, ThinwireError
 from thinwire.shapes import MODELS, model_layers
 
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
@@ -16,8 +16,14 @@ DEMO_METHODS = (*BASELINES, "int8", "int4", "topk:0.01", "onebit")
 
 OPTIMIZERS = ("adamw", "sgd", "nag", "lans", "lamb")
 
+SHARDED_METHODS = ("fsdp", "int8", "int4", "int4:weights=int8", "onebit")
+"""Of FSDP2 models: ``fsdp`` is FSDP2 as it is; after ``:weights=`` stands what weights are gathered in."""
+
+WRAPS = ("ddp", "fsdp")
+
+_WEIGHTS = ":weights="
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
-_BASELINE = re.compile(r"ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
+_BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 
 
@@ -27,9 +33,12 @@ class Settings:
 
     Args:
         workload: ``gpt``, ``digits``, or ``replay:NAME[/SCALE]``.
-        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``), recipes (``int8``, ``topk:0.01``), and local
-            methods (``localsgd:H:RECIPE``, ``diloco:H:RECIPE``, ``streaming:H:FRAGMENTS:OVERLAP:RECIPE``).
-        nodes: emulated hosts, one rank each.
+        methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``; ``fsdp``), recipes (``int8``, ``topk:0.01``;
+            ``int4:weights=int8``), and local methods (``localsgd:H:RECIPE``, ``diloco:H:RECIPE``,
+            ``streaming:H:FRAGMENTS:OVERLAP:RECIPE``).
+        wrap: what the model is put into, ``ddp`` or ``fsdp`` (FSDP2).
+        nodes: emulated hosts.
+        ranks_per_node: ranks on each of them, which talk to each other through its loopback.
         rate: of each host's link, both ways, such as ``100mbit``; None leaves it as it is.
         latency: one way, such as ``5ms``; None adds none.
         steps: train exactly this many; None trains for ``seconds``.
@@ -48,7 +57,9 @@ class Settings:
 
     workload: str = "gpt"
     methods: tuple[str, ...] = DEMO_METHODS
+    wrap: str = "ddp"
     nodes: int = 4
+    ranks_per_node: int = 1
     rate: str | None = "100mbit"
     latency: str | None = None
     steps: int | None = None
@@ -61,6 +72,11 @@ class Settings:
     decay: Literal["linear", "cosine"] | None = None
     compute_s: float | None = None
     trace: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
 
     def save(self, path: Path) -> None:
         """Write these settings as JSON, for the ranks."""
@@ -125,23 +141,64 @@ def parse_methods(text: str) -> tuple[str, ...]:
         if _BASELINE.fullmatch(name):
             continue
         from thinwire.bench.servers import split_method
-        from thinwire.recipes import recipe_names
+        from thinwire.recipes import parse_compressor, recipe_names
         from thinwire.schedule import parse_schedule
 
         try:
             if (local := split_local(name)) is not None:
                 _check_local(local)
             else:
-                parse_schedule(split_method(name)[1])
+                recipe, kind = split_weights(split_method(name)[1])
+                parse_schedule(recipe)
+                if kind is not None:
+                    parse_compressor(kind)
         except (RecipeError, AttachError) as error:
             raise ValueError(
-                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, "
+                f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, fsdp, "
                 "localsgd:H:RECIPE, diloco:H:RECIPE, streaming:H:FRAGMENTS:OVERLAP:RECIPE, and thinwire's recipes "
                 f"{', '.join(recipe_names())}, also after 'servers:N/'"
             ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")
     return methods
+
+
+def split_weights(method: str) -> tuple[str, str | None]:
+    """Return the recipe of gradients, and that of weights if there is one.
+
+    >>> split_weights("int4:weights=int8"), split_weights("onebit")
+    (('int4', 'int8'), ('onebit', None))
+    """
+    recipe, found, kind = method.partition(_WEIGHTS)
+    return recipe, kind if found else None
+
+
+def check_wrap(settings: Settings) -> None:
+    """Raise `ThinwireError` for what does not go together with the wrapper, or with several ranks a host."""
+    from thinwire.bench.servers import split_method
+
+    # These count what leaves a rank, and are made for a DDP model.
+    apart = [name for name in settings.methods if split_local(name) is not None or split_method(name)[0]]
+    if apart and (settings.wrap != "ddp" or settings.ranks_per_node > 1):
+        raise ThinwireError(f"--methods {apart[0]}: expected --wrap ddp and one rank a host with it")
+    if settings.wrap == "ddp":
+        if wrong := [name for name in settings.methods if name == "fsdp" or split_weights(name)[1] is not None]:
+            raise ThinwireError(f"--methods {wrong[0]}: expected --wrap fsdp with it; DDP sends no weights")
+        return
+    if wrong := [name for name in settings.methods if name.startswith("ddp")]:
+        raise ThinwireError(f"--methods {wrong[0]}: expected --wrap ddp with it, or fsdp, the baseline of FSDP2")
+    if settings.workload.startswith("replay:"):
+        raise ThinwireError(
+            "--wrap fsdp: a replay makes up gradients in DDP's buckets and never reads its parameters, which FSDP2 "
+            "would gather; expected --workload gpt or digits"
+        )
+    if settings.ranks_per_node > 1:
+        raise ThinwireError(
+            "--wrap fsdp: expected one rank a host; several would take FSDP2 over one host and "
+            "attach(..., replicate_group=) between hosts"
+        )
+    if settings.bucket_cap_mb is not None:
+        raise ThinwireError("--bucket-cap-mb: FSDP2 has no buckets; leave it out")
 
 
 def parse_workload(text: str) -> str:

@@ -32,6 +32,8 @@ def _mb(name: str) -> Callable[[Run], str]:
 
 
 def _bucket(run: Run) -> str:
+    if run["bucket_cap_mb"] is None:
+        return "–"
     return "one" if run["bucket_cap_mb"] >= 1e5 else f"{run['bucket_cap_mb']:g}"
 
 
@@ -50,7 +52,7 @@ COLUMNS = (
     Column("ideal s", "step whose exchange hides as far as wire and cores allow", _number("ideal_s", 3), True),
     Column("sent MB", "per step and host, at the network interface", _mb("sent_nbytes_per_step"), True),
     Column("plan MB", "payload per step and host, by arithmetic", _mb("planned_nbytes_per_step")),
-    Column("ratio", "float32 payload / this payload", _number("compression_ratio", 1)),
+    Column("ratio", "float32 payload of DDP, or FSDP2 / this payload", _number("compression_ratio", 1)),
     Column("loss, equal steps", "training loss after the same steps for all", _number("loss_at_equal_steps", 3)),
     Column("loss, equal time", "training loss after the same seconds for all", _number("loss_at_equal_s", 3), True),
     Column("val. loss", "on held-out data at the end of the run", _number("val_loss", 3)),
@@ -61,7 +63,7 @@ COLUMNS = (
 
 def label(run: Run) -> str:
     """A run's name in tables and plots."""
-    name = {"ddp": "DDP fp32", "ddp-fp16": "DDP fp16 hook"}.get(run["method"])
+    name = {"ddp": "DDP fp32", "ddp-fp16": "DDP fp16 hook", "fsdp": "FSDP2 fp32"}.get(run["method"])
     if name is None:
         kind, _, setting = run["method"].partition(":")
         name = f"PowerSGD r{setting}" if kind == "ddp-powersgd" else f"thinwire {run['method']}"
@@ -70,7 +72,7 @@ def label(run: Run) -> str:
 
 def is_baseline(run: Run) -> bool:
     """Whether the run is one of PyTorch's own methods."""
-    return run["method"] in BASELINES or run["method"].startswith("ddp-powersgd:")
+    return run["method"] in (*BASELINES, "fsdp") or run["method"].startswith("ddp-powersgd:")
 
 
 def columns(document: Mapping[str, Any]) -> list[Column]:
@@ -99,11 +101,14 @@ def rows(document: Mapping[str, Any]) -> list[list[str]]:
 def network_line(conditions: Mapping[str, Any]) -> str:
     """One sentence about the network that the numbers come from."""
     if not conditions["emulated"]:
+        num_ranks = conditions["nodes"] * conditions.get("ranks_per_node", 1)  # older documents have one a node
         return (
-            f"Plain loopback, no network emulated ({conditions['reason']}): {conditions['nodes']} processes on one "
-            "machine. Bytes and losses hold; nothing here says anything about speed."
+            f"Plain loopback, no network emulated ({conditions['reason']}): {num_ranks} processes on one machine. "
+            "Bytes and losses hold; nothing here says anything about speed."
         )
     wire = f"{conditions['nodes']} emulated hosts"
+    if conditions.get("ranks_per_node", 1) > 1:
+        wire += f" of {conditions['ranks_per_node']} ranks each"
     if conditions["rate_bps"] is not None:
         wire += f", {rate_text(conditions['rate_bps'])} each way"
     if conditions["latency_s"]:

@@ -10,11 +10,13 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -45,11 +47,19 @@ class Training:
         self, settings: Settings, workload: Workload, method: str, seed: int, trace_file: Path | None = None
     ) -> None:
         self.settings, self.workload, self.method, self.seed = settings, workload, method, seed
-        self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb, parse_rate(settings.rate))
-        self.model = wrap(workload, seed, self.bucket_cap_mb)
-        self.optimizer = workload.optimizer(self.model.parameters())
+        self.bucket_cap_mb: float | None = None
+        if settings.wrap == "fsdp":
+            from thinwire.bench import sharding  # torch.distributed.fsdp takes a while to import
+
+            self.model: nn.Module = sharding.wrap(workload, seed)
+            self.optimizer = workload.optimizer(self.model.parameters())
+            self.attached = sharding.attach(method, self.model, settings.start_after)
+        else:
+            self.bucket_cap_mb = methods.bucket_cap_mb(method, settings.bucket_cap_mb, parse_rate(settings.rate))
+            self.model = model = wrap(workload, seed, self.bucket_cap_mb)
+            self.optimizer = workload.optimizer(model.parameters())
+            self.attached = methods.attach(method, model, self.optimizer, settings.start_after, settings.ranks_per_node)
         self.scheduler = schedule(settings, self.optimizer)
-        self.attached = methods.attach(method, self.model, self.optimizer, settings.start_after)
         self.trace_file = trace_file
         self.interface = measure.Interface()
         self.losses: list[float] = []
@@ -122,31 +132,29 @@ class Training:
         if self.attached.codec_s is not None:
             dist.barrier()  # all ranks at once, as in the measurement of backward
             codec_s = self.attached.codec_s()
-        # Where nothing learns, parameters never change; what was delivered in the last step must be equal instead.
-        tensors = (
-            self.model.parameters()
-            if self.optimizer
-            else (p.grad for p in self.model.parameters() if p.grad is not None)
-        )
         mine = {
             "losses": self.losses,
             "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:]),
             "sent_nbytes": self.sent_nbytes,
             "planned_nbytes": self.attached.planned_nbytes,
             "codec_s": codec_s,
-            "digest": measure.digest(tensors),
+            "digest": measure.digest(self._equal_on_all()),
         }
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         link = None if self.attached.link is None else _plain(self.attached.link.stats())
-        accuracy, val_loss = self._evaluate()
-        self.model.train()
+        bare = self._bare()
+        accuracy, val_loss = self._evaluate(bare)
+        bare.train()
         if self.trace_file is not None:
             self._trace(self.trace_file)
         if self.attached.close is not None:
             self.attached.close()
         # Right after the training it is compared with: machines grow slower and faster. The model is not used again.
-        phases = measure.compute_phases(self.model, self.workload, self.optimizer, COMPUTE_STEPS)
+        model, optimizer = self.model, self.optimizer
+        if self.settings.wrap == "fsdp":  # which cannot compute without gathering its weights
+            model, optimizer = bare, self.workload.optimizer(bare.parameters())
+        phases = measure.compute_phases(model, self.workload, optimizer, COMPUTE_STEPS)
         # The link stays open until the process ends: the model's hook still refers to it.
         if dist.get_rank() != 0:
             return None
@@ -169,6 +177,7 @@ class Training:
             "codec_s": None if codec_s is None else mean(rank["codec_s"] for rank in everyone),
             "sent_nbytes_per_step": mean(mean(r["sent_nbytes"][steady:]) for r in everyone) if emulated else None,
             "planned_nbytes_per_step": mean(rank["planned_nbytes"] for rank in everyone),
+            "dense_nbytes_per_step": self.attached.dense_nbytes,
             "bit_identical": len({rank["digest"] for rank in everyone}) == 1,
             "val_loss": val_loss,
             "accuracy": accuracy,
@@ -187,11 +196,30 @@ class Training:
         with trace(file):
             measure.timed_step(self.model, self.workload, self.optimizer)
 
-    def _evaluate(self) -> tuple[float | None, float | None]:
+    def _equal_on_all(self) -> Iterable[torch.Tensor]:
+        """What must be the same on all ranks, to the bit."""
+        if self.settings.wrap == "fsdp":
+            from thinwire.bench import sharding
+
+            return sharding.computed_with(self.model)
+        if self.optimizer is not None:
+            return self.model.parameters()
+        # Where nothing learns, parameters never change; what was delivered in the last step must be equal instead.
+        return (p.grad for p in self.model.parameters() if p.grad is not None)
+
+    def _bare(self) -> nn.Module:
+        """The model without wrapper: DDP's forward would prepare for a backward that never comes."""
+        if self.settings.wrap == "fsdp":
+            from thinwire.bench import sharding
+
+            return sharding.whole(self.workload, self.model, self.seed)
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.module
+
+    def _evaluate(self, bare: nn.Module) -> tuple[float | None, float | None]:
         """Accuracy and mean loss on the held-out data; each rank does its share (the replicas are equal)."""
-        self.model.eval()
-        # The bare module: DDP's forward would prepare for a backward that never comes.
-        share = self.workload.evaluate(self.model.module)
+        bare.eval()
+        share = self.workload.evaluate(bare)
         if share is None:
             return None, None
         loss, correct, answers = measure.mean_over_ranks(share)

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, OPTIMIZERS, Settings, parse_methods, parse_workload, split_local
+from thinwire.bench.settings import (
+    DEMO_METHODS,
+    OPTIMIZERS,
+    SHARDED_METHODS,
+    WRAPS,
+    Settings,
+    check_wrap,
+    parse_methods,
+    parse_workload,
+    split_local,
+)
 from thinwire.errors import ThinwireError
 from thinwire.lab.units import MAX_NODES
 
@@ -32,10 +42,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_network_arguments(parser)
     parser.add_argument(
+        "--wrap", choices=WRAPS, default="ddp", help="what the model is put into; fsdp is FSDP2 (default: ddp)"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=positive_int,
+        default=1,
+        help="ranks on each host, which hier recipes know as a node (default: 1)",
+    )
+    parser.add_argument(
         "--methods",
         type=argument(parse_methods),
-        default=DEMO_METHODS,
-        help=f"comma-separated (default: {','.join(DEMO_METHODS)})",
+        help=f"comma-separated (default: {','.join(DEMO_METHODS)}; with --wrap fsdp {','.join(SHARDED_METHODS)})",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=positive_int, help="train exactly this many steps with each method")
@@ -96,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
         raise ThinwireError(f"{option}: a replay trains nothing and has no optimizer; leave it out")
     if args.decay is not None and args.steps is None:
         raise ThinwireError("--decay: the learning rate falls over a number of steps; give it with --steps")
-    local = {method: name.sync_every for method in args.methods if (name := split_local(method)) is not None}
+    methods = args.methods or (SHARDED_METHODS if args.wrap == "fsdp" else DEMO_METHODS)
+    local = {method: name.sync_every for method in methods if (name := split_local(method)) is not None}
     if local and args.workload.startswith("replay:"):
         raise ThinwireError(f"--methods: {next(iter(local))} exchanges what an optimizer changed; a replay has none")
     longest = max(local, key=lambda method: local[method], default="")
@@ -106,8 +125,10 @@ def run(args: argparse.Namespace) -> int:
         )
     settings = Settings(
         workload=args.workload,
-        methods=args.methods,
+        methods=methods,
+        wrap=args.wrap,
         nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
         rate=args.rate,
         latency=args.latency,
         steps=args.steps,
@@ -121,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         compute_s=args.compute,
         trace=args.trace is not None,
     )
+    check_wrap(settings)
     return run_settings(settings, json_file=args.json, report=args.report, trace=args.trace)
 
 

@@ -17,6 +17,7 @@ from thinwire.cli.ranks import MEETING_S, Watch, import_factory, launched, leave
 from thinwire.errors import ThinwireError
 from thinwire.ladder import Report, Rung, selfcheck
 from thinwire.ladder.training import Factory, Loss
+from thinwire.policy import PlanOptions
 from thinwire.schedule import parse_schedule
 
 
@@ -41,6 +42,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="returns an nn.Module, or (nn.Module, loss(model, step, rank)) (default: a small one)",
     )  # fmt: skip
     parser.add_argument("--nproc", type=positive_int, help="ranks to start on this machine (default: 2)")
+    parser.add_argument(
+        "--ranks-per-node", type=positive_int, metavar="N", help="of which hier recipes are to know: ranks on each host"
+    )
     parser.add_argument("--steps", type=positive_int, default=6, help="of a training, at least 2 (default: 6)")
     parser.add_argument("--lr", type=positive, default=0.05, help="of SGD (default: 0.05)")
     parser.add_argument(
@@ -69,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json)
     command = ["selfcheck", "--steps", str(args.steps), "--lr", str(args.lr), "--timeout", str(args.timeout)]
     command += [*(["--model", args.model] if args.model else []), *(["--json", args.json] if args.json else [])]
+    command += ["--ranks-per-node", str(args.ranks_per_node)] if args.ranks_per_node else []
     return start([*command, "--recipe", *args.recipes], args.nproc or 2)
 
 
@@ -92,7 +97,15 @@ def _rank(args: argparse.Namespace) -> int:
                 if rung is not None:
                     table.add([recipe, name, rung.verdict, f"{rung.seconds:.1f}", rung.sentence])
 
-            report = selfcheck(factory, recipe, steps=args.steps, lr=args.lr, timeout=args.timeout, on_rung=on_rung)
+            report = selfcheck(
+                factory,
+                recipe,
+                steps=args.steps,
+                lr=args.lr,
+                options=PlanOptions(node_sizes=args.ranks_per_node),
+                timeout=args.timeout,
+                on_rung=on_rung,
+            )
             reports.append(report)
             if any(rung.numbers.get("raised") for rung in report.rungs):
                 break
@@ -120,6 +133,7 @@ def _document(reports: Sequence[Report], args: argparse.Namespace) -> dict[str, 
             "thinwire": __version__,
             "torch": torch.__version__,
             "world_size": reports[0].world_size,
+            "ranks_per_node": args.ranks_per_node,
             "model": args.model or "built in",
             "steps": args.steps,
             "lr": args.lr,

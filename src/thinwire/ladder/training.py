@@ -56,6 +56,11 @@ class Trial:
                 raise ThinwireError(
                     f"expected the factory to return an nn.Module, or (nn.Module, loss), got {type(module).__name__}"
                 )
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                raise ThinwireError(
+                    "expected a plain nn.Module from the factory, which is put into DistributedDataParallel, got a "
+                    "fully_shard model: the ladder does not climb FSDP2 yet; `thinwire bench --wrap fsdp` measures it"
+                )
             if loss is None:
                 loss = pull(module)
             model = DistributedDataParallel(module, process_group=self.group, **self.ddp)

@@ -33,6 +33,10 @@ class Workload(ABC):
     def model(self, seed: int) -> nn.Module:
         """A fresh model, the same on every rank for one seed."""
 
+    def parts(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers that FSDP2 shards each by itself."""
+        return ()
+
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
         """A fresh optimizer, with defaults but for what `describe_optimizer` says; None where nothing learns."""
         if not self.learning_rates:

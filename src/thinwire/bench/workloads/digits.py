@@ -1,6 +1,6 @@
 """A small ResNet on scikit-learn's 1,797 handwritten digits of 8 x 8 pixels: learns in seconds, on real data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -64,6 +64,10 @@ class DigitsWorkload(Workload):
         """A fresh ``resnet``."""
         torch.manual_seed(seed)
         return resnet()
+
+    def parts(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The residual blocks."""
+        return [layer for layer in model.children() if isinstance(layer, ResidualBlock)]
 
     def start(self, seed: int) -> None:
         """Reseed the choice of images: other ranks and other seeds see other ones."""

@@ -1,7 +1,7 @@
 """A byte-level GPT trained on the source text of the running interpreter's standard library."""
 
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -84,6 +84,11 @@ class GptWorkload(Workload):
         """A fresh ``Gpt``."""
         torch.manual_seed(seed)
         return Gpt()
+
+    def parts(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The blocks."""
+        assert isinstance(model, Gpt)
+        return model.blocks
 
     def start(self, seed: int) -> None:
         """Reseed the choice of windows: other ranks and other seeds see other text."""
