@@ -330,6 +330,7 @@ def _survive(rank, world_size, folder, port):
         losses.append(float(value.detach()))
         optimizer.step()
     link.close()
+    torch.distributed.barrier()  # the other one may still be pulling
     if server is not None:
         server.kill()
     return digest(model.parameters()), losses
