@@ -266,9 +266,9 @@ def clan(
 
     References:
         Yuchen Zhong, Cong Xie, Shuai Zheng, Haibin Lin, "Compressed Communication for Distributed Training: Adaptive
-        Methods and System", 2021. Differs from the paper: owners are the workers themselves; partitions have 65,536
-        values where its system has 1,024,000, so that top-k, scales and signs are chosen for less at a time; top-k
-        sends 16-bit indices and float16 values.
+        Methods and System", 2021. Differs from the paper: owners are the workers themselves, unless `servers` are given
+        as to `attach`; partitions have 65,536 values where its system has 1,024,000, so that top-k, scales and signs
+        are chosen for less at a time; top-k sends 16-bit indices and float16 values.
     """
     if optimizer is not None and not isinstance(optimizer, LANS):
         raise AttachError(

@@ -17,7 +17,16 @@ import thinwire
 from thinwire.errors import PlanError, RankLostError, ServerError
 from thinwire.server.client import ServerDriver, Servers
 
-RECIPES = ["int8", "int8:stochastic", "topk:0.05", "onebit", "topk:0.1+int4", "topk:0.05@dgc:0.9"]
+RECIPES = [
+    "int8",
+    "int8:stochastic",
+    "topk:0.05",
+    "onebit",
+    "topk:0.1+int4",
+    "topk:0.05@dgc:0.9",
+    "linear:5",
+    "natural:3@nag",
+]
 LIMIT_S = 12.0
 
 
@@ -35,7 +44,7 @@ def _both_ways(rank, world_size, addresses, recipes):
         for where in (None, addresses):
             torch.manual_seed(0)
             model = DDP(seeded(Tower), bucket_cap_mb=0.01)
-            momentum = 0.0 if "@dgc" in recipe else 0.9
+            momentum = 0.0 if "@" in recipe else 0.9
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
             with attached(model, recipe, servers=where) as link:
                 first = train(model, rank, range(3), optimizer=optimizer)
@@ -58,6 +67,24 @@ def test_training_through_servers_is_two_shot_to_the_bit(ranks, world_size, num_
     assert results == [results[0]] * world_size
     for recipe, (plain, served) in results[0].items():
         assert plain == served, recipe
+
+
+def _clan(rank, world_size, addresses):
+    digests = []
+    for where in (None, addresses):
+        model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+        optimizer = thinwire.optim.LANS(model.parameters(), lr=0.01)
+        link = thinwire.clan(model, "onebit", optimizer=optimizer, options=ALL, servers=where)
+        digests.append(train(model, rank, range(4), optimizer=optimizer))
+        link.close()
+    return digests
+
+
+def test_clan_through_servers_is_clan_between_ranks_to_the_bit(ranks):
+    with servers(2, 2) as started:
+        results = ranks(2).run(_clan, [server.address for server in started])
+    assert results == [results[0]] * 2
+    assert results[0][0] == results[0][1]
 
 
 class _Mixed(nn.Module):

@@ -86,11 +86,7 @@ class PushPull(Aggregator):
     @property
     def slots(self) -> frozenset[Slot]:
         """What workers keep; what an owner does is at the servers."""
-        if self.feedback is None:
-            return frozenset()
-        up, down = (is_exact(typical_contract(compressor)) for compressor in (self.up, self.down))
-        kept = self.feedback.slots(exact_up=up, exact_down=down, owners=True)
-        return frozenset(slot for slot in kept if not slot.owned)
+        return frozenset(slot for slot in super(PushPull, self).slots if not slot.owned)
 
     def recipe(self) -> str:
         """What `TwoShot` calls it."""
