@@ -50,7 +50,7 @@ class FixedPoint(Compressor):
 
     References:
         Jue Wang, Binhang Yuan, Luka Rimanic, Yongjun He, Tri Dao, Beidi Chen, Christopher Re, Ce Zhang, "Fine-tuning
-        Language Models over Slow Networks using Activation Compression with Guarantees" (AQ-SGD), 2022: the quantiser
+        Language Models over Slow Networks using Activation Quantization with Guarantees" (AQ-SGD), 2022: the quantiser
         of the released code, whose scales are one a channel. Differs from it: scales belong to runs of values, so that
         a channel must be one; rounding to nearest only.
     """
