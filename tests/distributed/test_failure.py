@@ -84,6 +84,8 @@ def test_a_killed_rank_is_named_and_no_other(ranks, tmp_path, recipe, world_size
         assert "RankLostError" in message
         assert seconds < LIMIT_S
         assert step == 3
+    # Whoever notices first says in which round of which message; the others have the alarm alone.
+    assert any("(round " in message and " of bucket " in message for _, _, message in stories.values())
 
 
 def test_rank_0_with_the_store_is_named_when_killed(ranks, tmp_path):

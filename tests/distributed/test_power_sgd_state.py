@@ -134,6 +134,13 @@ def _refused(rank, world_size):
             with pytest.raises(StateError, match=message):
                 thinwire.import_power_sgd(state, buckets, link)
             assert link.state.step == 0
+    for recipe in (
+        "powersgd:2 until 100 then int4@ef",
+        thinwire.Allocate(candidates=["powersgd:2", "powersgd:4"], default="powersgd:2"),
+    ):
+        one = pytest.raises(StateError, match="expected a link with one recipe for all steps")
+        with attached(DDP(seeded(Mixed)), recipe, options=WHOLE) as link, one:
+            thinwire.import_power_sgd(state, buckets, link)
     with attached(DDP(seeded(Mixed)), "powersgd:2", options=WHOLE) as link:
         take = functools.partial(thinwire.import_power_sgd, state, link=link)
         with pytest.raises(StateError, match=r"each once, got 'back.weight' in one of them only"):

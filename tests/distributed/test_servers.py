@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, train
 
 import thinwire
-from thinwire.errors import PlanError, RankLostError, ServerError
+from thinwire.errors import PlanError, RankLostError, ServerError, StateError
 from thinwire.server.client import ServerDriver, Servers
 
 RECIPES = [
@@ -151,6 +151,8 @@ def _resumed(rank, world_size, addresses, recipe):
             model = DDP(module, bucket_cap_mb=0.01)
             with attached(model, recipe, servers=where) as link:
                 if state is not None:
+                    with pytest.raises(StateError, match="that servers keep residuals of, got 'another' in one"):
+                        link.load_state_dict({**state, "owner": {**state["owner"], "another": torch.zeros(1)}})
                     link.load_state_dict(state)
                     again = link.state_dict()
                     for slot in ("worker", "owner"):

@@ -58,8 +58,8 @@ class Liveness:
         """Stop answering soon, without waiting for it."""
         self._closed.set()
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return a `RankLostError` that names the ranks to look at, caused by `error`."""
+    def explain(self, error: BaseException, during: str = "") -> BaseException:
+        """Return a `RankLostError` that names the ranks to look at, caused by `error` `during` some round."""
         try:
             self._store.set(_ALARM, "")
             self._answer()
@@ -75,7 +75,7 @@ class Liveness:
                 verdict = f"{_names(behind)} did not come to the exchange, though alive. Look there first."
             else:
                 verdict = "every rank answers and takes part."
-        lost = RankLostError(f"a collective failed; {verdict} ({_one_line(error)})")
+        lost = RankLostError(f"a collective failed; {verdict} ({during and f'{during}: '}{_one_line(error)})")
         lost.__cause__ = error
         return lost
 

@@ -341,7 +341,8 @@ class OverlappedDriver:
             self.fail(error)  # no news: the exchange has failed before, or the program ends
             return
         except BaseException as error:
-            self.fail(self._liveness.explain(error))
+            during = f"round {position} of {ticket.name}" if ticket.name else ""
+            self.fail(self._liveness.explain(error, during))
             return
         if self._error is not None:
             return  # settled meanwhile: what this round brought is of no use

@@ -82,6 +82,8 @@ def make_link(
             raise AttachError("Allocate: not supported with servers; expected one recipe, patterns, or a schedule")
         if servers is not None and not all(param.is_cpu for param in model.parameters()):
             raise AttachError("servers: expected a model on the CPU; exchange between ranks, without servers")
+        if isinstance(recipe, Allocate) and not all(param.is_cpu for param in model.parameters()):
+            raise AttachError("Allocate: expected a model on the CPU; on GPUs take a recipe, patterns, or a schedule")
         known = options or PlanOptions()
         if nodes is not None:
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))

@@ -246,6 +246,15 @@ class Link:
             whole[p.name][p.offset : p.offset + p.numel] = residual
         return {name: self.state.in_shape(name, flat) for name, flat in whole.items()}
 
+    def _check_owed(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state has what servers keep, of these parameters; or nothing, as after a server was lost."""
+        saved, ours = set(state.get(Slot.OWNER, ())), {param.info.name for param in self._owed_by_servers()}
+        if saved and (differing := sorted(saved ^ ours)):
+            raise StateError(
+                f"expected what owners keep of the parameters that servers keep residuals of, got {differing[0]!r} in "
+                "one of both only; strict=False drops it, or starts it at zero"
+            )
+
     def _write_servers(self, served: ServedDriver, saved: Mapping[str, Tensor]) -> None:
         """Give this rank's share of what servers owe back to them; what was not saved starts at zero."""
         partitions = self._kept_by_servers()
@@ -290,6 +299,8 @@ class Link:
                 "strict=False, which drops the choice"
             )
         served = self._served
+        if served is not None and strict:
+            self._check_owed(state)
         self.state.load_state_dict(state if served is None else {**state, Slot.OWNER: {}}, strict=strict)
         if served is not None:
             self._write_servers(served, state[Slot.OWNER])
@@ -598,7 +609,7 @@ class Link:
             self.skipped_steps += 1
         elif step.error is None:
             if nonfinite:
-                step.error = self._raise_or_warn(not_finite(nonfinite))
+                step.error = self._raise_or_warn(not_finite(nonfinite, step.number))
             elif step.number % NORM_EVERY == 0 and not step.delivered and not _may_hold_back(step):
                 step.error = lost(step.local_norm, step.number, self._driver.control)
             if self._allocator is not None and not nonfinite:

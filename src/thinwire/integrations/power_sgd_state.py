@@ -61,8 +61,8 @@ def import_power_sgd(
         loss_scale: the GradScaler's scale of the last step; PyTorch's errors are in units of it.
 
     Raises:
-        StateError: buckets that do not fit the state or the link, another rank or matrix, alternating sides, numbers
-            that are not finite, or an error that the link would never deliver.
+        StateError: a link with a schedule or `Allocate`, buckets that do not fit the state or the link, another rank or
+            matrix, alternating sides, numbers that are not finite, or an error that the link would never deliver.
 
     Example:
         ```python
@@ -73,6 +73,11 @@ def import_power_sgd(
         link.load_state_dict(thinwire.import_power_sgd(state, buckets, link))
         ```
     """
+    if len(link.phases.plans) > 1 or link.phases.choices is not None:
+        raise StateError(
+            "expected a link with one recipe for all steps, as thinwire.attach(model, 'powersgd:2') makes it, got a "
+            "schedule or a choice of several"
+        )
     saved, params = link.state_dict(), {param.info.name: param for param in link.plan.params}
     _check_names(buckets, params)
     kept = {str(slot): {name: torch.zeros_like(tensor) for name, tensor in saved[slot].items()} for slot in Slot}

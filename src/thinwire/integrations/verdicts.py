@@ -7,14 +7,14 @@ from thinwire.comm.process_group import all_gather_text
 from thinwire.errors import LossScaleError, LostGradientError, NonFiniteError
 
 
-def not_finite(nonfinite: list[tuple[int, str]]) -> NonFiniteError:
-    """Return the error for contributions, (rank, parameter) each, that are not finite."""
+def not_finite(nonfinite: list[tuple[int, str]], step: int) -> NonFiniteError:
+    """Return the error for contributions to a step, (rank, parameter) each, that are not finite."""
     rank, name = nonfinite[0]
     where = {MEAN: "the mean over ranks", MANY: "several ranks"}.get(rank, f"rank {rank}")
     return NonFiniteError(
         f"the gradient of {name!r} on {where} holds inf or nan, or does not fit its wire dtype ({len(nonfinite)} "
-        "such contributions); nan was delivered on all ranks and the residuals kept. With mixed precision pass "
-        "scaler=GradScaler to attach; otherwise look at the loss, or pass on_nonfinite='warn'"
+        f"such contributions, step {step}); nan was delivered on all ranks and the residuals kept. With mixed "
+        "precision pass scaler=GradScaler to attach; otherwise look at the loss, or pass on_nonfinite='warn'"
     )
 
 

@@ -347,7 +347,8 @@ class ServerDriver:
             for position, transfer in enumerate(ticket.exchange):
                 check_round(transfer.round, ticket.schedule[position], position, self.rank)
                 started = time.perf_counter()
-                perform(transfer, self._group)
+                with span("transport", f"{ticket.name} AllReduce", round=position):
+                    perform(transfer, self._group)
                 outcome.transport_s += time.perf_counter() - started
                 outcome.sent_nbytes += transfer.round.sent_nbytes(self.rank)
                 outcome.num_collectives += 1
