@@ -1,5 +1,6 @@
 """Schedules resolved against a model: partitions and owners that stay, and what is carried from phase to phase."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -161,11 +162,22 @@ def test_momentum_runs_through_all_phases() -> None:
         ("int8 until 5 then topk:0.1@dgc", r"expected MomentumCorrection.*got None"),
         ("topk:0.1 until 5 then topk:0.1@dgc", r"expected MomentumCorrection.*got ErrorFeedback"),
         ("topk:0.1@dgc:0.8 until 5 then topk:0.1@dgc", "expected one momentum"),
+        ("int2@nag:0.5 until 4 then terngrad@nag:0.5", "cannot deliver: unbiased kinds diverge"),
     ],
 )
 def test_phases_that_do_not_go_together_are_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         phases_of(text)
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_what_servers_owe_goes_on_like_what_owners_owe(num_servers: int) -> None:
+    params = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
+    options = dataclasses.replace(OPTIONS, num_servers=num_servers)
+    with pytest.raises(PlanError, match=r"cannot deliver: .*unbiased"):
+        build_phases(params, "identity+topk:0.1 until 5 then int8:stochastic", 3, options)
+    phases = build_phases(params, "identity+topk:0.1 until 5 then dense", 3, options)
+    assert all(param.aggregator.feedback is not None for param in phases.final.params)
 
 
 def test_ef21_may_come_and_go() -> None:

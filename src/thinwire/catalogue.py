@@ -122,7 +122,7 @@ def describe(recipe: str) -> Entry:
 
     Example:
         >>> describe("onebit").aggregators
-        ('TwoShot', 'Gather')
+        ('TwoShot', 'Gather', 'Hierarchical')
     """
     possible = list(_with_every_aggregator(recipe))
     chosen = parse_recipe(recipe) if "/" in recipe else possible[0] if possible else None

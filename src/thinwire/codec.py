@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Hashable
 
 import torch
 
 from thinwire.aggregators import (
-    Aggregator,
     Block,
     BufferPool,
     Dense,
@@ -43,10 +43,11 @@ def measure_codec(
     parameter servers nothing comes between: what they do is not counted.
     """
     partitions = [p for param in plan.params for p in param.partitions if not isinstance(p.aggregator, Dense)]
+    power = [p for p in partitions if isinstance(p.aggregator, PowerSGD)]
+    alone_s = _alone(plan, threads, repeats, device) if power else 0.0
+    partitions = [p for p in partitions if not isinstance(p.aggregator, PowerSGD)]
     if not partitions:
-        return 0.0
-    if any(isinstance(p.aggregator, PowerSGD) for p in partitions):
-        return _alone(plan, threads, repeats, device)
+        return alone_s
     generator = torch.Generator().manual_seed(0)
     blocks = [_Block(p, rank, plan.world_size, threads, generator, device) for p in partitions]
     for block in blocks:  # bytes to decode where another rank would have made them
@@ -63,7 +64,7 @@ def measure_codec(
             block.decode_down()
         _settle(device)
         best = min(best, time.perf_counter() - started)
-    return best
+    return alone_s + best
 
 
 def _settle(device: torch.device | str) -> None:
@@ -73,27 +74,28 @@ def _settle(device: torch.device | str) -> None:
 
 
 def _alone(plan: Plan, threads: int, repeats: int, device: torch.device | str) -> float:
-    """Return the seconds of an exchange by one rank alone, which does what each of several does."""
+    """Return the seconds of PowerSGD's exchanges by one rank alone, which does what each of several does."""
     generator = torch.Generator().manual_seed(0)
     state = State(plan, {p.info.name: torch.empty((), device=device).expand(p.info.shape) for p in plan.params}, 0)
-    by_kind: dict[type[Aggregator], list[Block]] = {}
+    together: dict[Hashable, list[Block]] = {}
     for param in plan.params:
         for p in param.partitions:
+            if not isinstance(p.aggregator, PowerSGD):
+                continue
             value = torch.randn(p.numel, generator=generator, dtype=torch.float32).to(device) * 1e-3
             block = state.block(dataclasses.replace(p, owner=0), value, param.slots)
-            by_kind.setdefault(type(p.aggregator), []).append(block)
-    by_kind.pop(Dense, None)
+            together.setdefault(p.aggregator.together(p.dtype), []).append(block)
     pool = BufferPool(functools.partial(torch.empty, dtype=torch.uint8, device=device))
     messages = [
-        (kind, Message(kind.lay_out([b.partition for b in blocks], 1), blocks, 0, threads=threads, buffers=pool))
-        for kind, blocks in by_kind.items()
+        Message(PowerSGD.lay_out([b.partition for b in blocks], 1), blocks, 0, threads=threads, buffers=pool)
+        for blocks in together.values()
     ]
     best = float("inf")
     for step in range(repeats):
         started = time.perf_counter()
-        for kind, message in messages:
+        for message in messages:
             message.begin(step)
-            run_lock_step([kind.exchange(message)], message.layout.rounds)
+            run_lock_step([PowerSGD.exchange(message)], message.layout.rounds)
         _settle(device)
         best = min(best, time.perf_counter() - started)
     return best

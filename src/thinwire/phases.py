@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.aggregators import Dense
+from thinwire.aggregators import Aggregator, Dense, PushPull, typical_contract
 from thinwire.allocate import Allocate
+from thinwire.compressors import Unbiased
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import EF21, MomentumCorrection, Slot
 from thinwire.plan import Plan, PlannedParam, build_plan
@@ -202,7 +203,7 @@ def _carried(plans: list[Plan]) -> list[Plan]:
         plan = dataclasses.replace(
             plan, params=tuple(_owing(param, owing.get(param.info.name)) for param in plan.params)
         )
-        owing = {param.info.name: param for param in plan.params if param.slots & _RESIDUALS}
+        owing = {param.info.name: param for param in plan.params if _owed(param)}
         carried.append(plan)
     return carried
 
@@ -212,7 +213,7 @@ def _interchangeable(plans: list[Plan]) -> list[Plan]:
 
     def for_all(params: tuple[PlannedParam, ...], param: PlannedParam) -> PlannedParam:
         for before in params:
-            if before.slots & _RESIDUALS:
+            if _owed(before):
                 param = _owing(param, before)
         return param
 
@@ -223,11 +224,23 @@ def _interchangeable(plans: list[Plan]) -> list[Plan]:
     ]
 
 
+def _owed(param: PlannedParam) -> frozenset[Slot]:
+    """Return the residuals that a phase leaves, those that servers keep among them."""
+    elsewhere = param.aggregator.kept_by_servers if isinstance(param.aggregator, PushPull) else frozenset[Slot]()
+    return (param.slots | elsewhere) & _RESIDUALS
+
+
+def _diverges(aggregator: Aggregator, owed: frozenset[Slot]) -> bool:
+    """Whether an unbiased kind would encode what is owed: its errors grow with what they are fed back into."""
+    hops = ((Slot.WORKER, aggregator.up), (Slot.OWNER, aggregator.down))
+    return any(slot in owed and isinstance(typical_contract(compressor), Unbiased) for slot, compressor in hops)
+
+
 def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:
     """Return a phase's parameter such that it also delivers what it owed in the phase before."""
     if before is None:
         return param
-    owed, aggregator = before.slots & _RESIDUALS, param.aggregator
+    owed, aggregator = _owed(before), param.aggregator
     what = (
         f"{param.info.name}: {before.aggregator.recipe()!r} leaves something to be sent, which {aggregator.recipe()!r}"
     )
@@ -238,5 +251,9 @@ def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:
             aggregator = dataclasses.replace(aggregator, feedback=before.aggregator.feedback)  # type: ignore[type-var]
         except (RecipeError, ValueError) as error:  # ValueError: a class whose settings have no feedback
             raise PlanError(f"{what} cannot deliver: {error}") from error
+    if _diverges(aggregator, owed):
+        raise PlanError(f"{what} cannot deliver: unbiased kinds diverge under error feedback")
     partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
+    if isinstance(aggregator, PushPull):
+        owed -= {Slot.OWNER}  # servers keep that
     return dataclasses.replace(param, aggregator=aggregator, partitions=partitions, slots=param.slots | owed)

@@ -250,6 +250,16 @@ def test_a_decay_needs_a_number_of_steps(capsys: pytest.CaptureFixture[str]):
         (["--wrap", "fsdp", "--workload", "replay:vgg16"], "a replay makes up gradients"),
         (["--wrap", "fsdp", "--ranks-per-node", "2"], "expected one rank a host"),
         (["--wrap", "fsdp", "--bucket-cap-mb", "1"], "FSDP2 has no buckets"),
+        (["--wrap", "fsdp", "--methods", "hier/int8"], "FSDP2 knows of no nodes"),
+        (["--wrap", "fsdp", "--optimizer", "lans"], "expected adamw or sgd with --wrap fsdp"),
+        (["--wrap", "fsdp", "--methods", "int8@nag", "--optimizer", "nag"], "@nag applies momentum"),
+        (["--methods", "int8@nag"], "expected --optimizer nag with it"),
+        (["--methods", "int8@dgc"], "expected --optimizer sgd with it"),
+        (["--methods", "diloco:1:int8@nag", "--optimizer", "nag"], "@nag applies momentum"),
+        (["--methods", "servers:1/powersgd:4"], "expected a recipe of the two-shot exchange behind servers"),
+        (["--methods", "servers:1/int8", "--ranks-per-node", "2"], "one rank a host"),
+        (["--methods", "diloco:4:int8", "--steps", "8", "--start-after", "1"], "expected 0 with local methods"),
+        (["--start-after", "-1"], "expected at least 0, got -1"),
     ],
 )
 def test_what_does_not_go_together_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):

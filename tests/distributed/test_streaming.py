@@ -143,3 +143,26 @@ def _in_order(rank, world_size, recipe):
 @pytest.mark.parametrize("recipe", ["e3m0", "gather/e3m0", "topk:0.1:chunked~int2"])
 def test_several_fragments_are_under_way_at_once(ranks, recipe):
     assert len(set(ranks(3).run(_in_order, recipe))) == 1
+
+
+def _by_turns(rank, world_size, recipe, fragments):
+    """Coordinates that have never been sent after each fragment has been exchanged twice."""
+    model = seeded(Tower, WIDTH, 4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = thinwire.StreamingDiLoCo(
+        model, inner, recipe, sync_every=fragments, fragments=fragments, overlap=0, merge_alpha=0.0, options=ALL
+    )
+    for _ in range(2 * fragments):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        inner.step()
+    unsent = sum(int((p == before[name]).sum()) for name, p in model.named_parameters() if p.dim() > 1)
+    outer.close()
+    return unsent
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_turns_go_by_a_fragments_own_exchanges(ranks, fragments):
+    """Where every other exchange is a fragment's, a count of all would show it odd numbers only."""
+    assert ranks(2).run(_by_turns, "randomk:0.5:rotating", fragments) == [0, 0]

@@ -88,6 +88,11 @@ class PushPull(Aggregator):
         """What workers keep; what an owner does is at the servers."""
         return frozenset(slot for slot in super(PushPull, self).slots if not slot.owned)
 
+    @property
+    def kept_by_servers(self) -> frozenset[Slot]:
+        """What servers keep."""
+        return frozenset(slot for slot in super(PushPull, self).slots if slot.owned)
+
     def recipe(self) -> str:
         """What `TwoShot` calls it."""
         names = self.up.recipe() if self.up == self.down else f"{self.up.recipe()}+{self.down.recipe()}"

@@ -42,7 +42,8 @@ class Averager:
 
     Attributes:
         values: by name, in the shape of the plan, what this rank gives, then the mean.
-        state: residuals, and how many exchanges have begun, which keys the random streams.
+        state: residuals, and how many exchanges have begun.
+        counts: how many of each part, which key its random streams.
         totals: what exchanges cost, each a step.
         failed: the error that ended the exchange for good.
     """
@@ -57,6 +58,7 @@ class Averager:
         self.buffers = BufferPool()
         self._parts, self._driver = parts, driver
         self._flying: dict[int, list[Future[Outcome]]] = {}
+        self.counts = [0] * len(parts)
         self._messages: list[list[Message]] = []
         for names in parts if plan.world_size > 1 else ():
             self._messages.append([])
@@ -77,9 +79,10 @@ class Averager:
         """Begin the exchange of one part; `used` are the names this rank has something to give for, by default all."""
         assert part not in self._flying, "begun twice"
         self.state.step += 1
+        self.counts[part] += 1
         self._flying[part] = []
         for i, message in enumerate(self._messages[part] if self._messages else ()):
-            message.begin(self.state.step)
+            message.begin(self.counts[part])  # not all exchanges: turns and sides go by a parameter's own
             message.name = title(f"outer {part}.{i}", message.layout.names)
             for block in message.blocks:
                 if (feedback := block.partition.aggregator.feedback) is not None:

@@ -154,6 +154,10 @@ class LocalMethod:
         for optimizer in self._optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise AttachError(f"expected a torch optimizer, or several, got {type(optimizer).__name__}")
+            if any(group.get("worker_momentum") for group in optimizer.param_groups):
+                raise AttachError(
+                    "worker_momentum: expected an optimizer with its own momentum; nothing else applies it here"
+                )
         if not self._optimizers:
             raise AttachError("expected a torch optimizer, or several, got none")
         for name, choices in (
@@ -258,6 +262,7 @@ class LocalMethod:
             "parts": [[one.name for one in part] for part in self._parts],
             "step": self.step,
             "begun_at": list(self._begun_at),
+            "counts": list(self._averager.counts),
             "arrived": dict(self._arrived),
             "theta": {name: tensor.clone() for name, tensor in self._theta.items()},
             "momentum": {name: tensor.clone() for name, tensor in self._velocity.items()},
@@ -301,6 +306,7 @@ class LocalMethod:
             for name, tensor in saved.items():
                 held[name].copy_(tensor)
         self.step, self._begun_at, self._arrived = state["step"], list(state["begun_at"]), dict(state["arrived"])
+        self._averager.counts = list(state["counts"])
 
     def rejoin(self) -> bool:
         """Bring ranks that have missed exchanges to where the others are; return whether this is one. Collective.
@@ -322,7 +328,8 @@ class LocalMethod:
             return False
         source, counts = found
         behind = self._averager.state.step < counts[0]
-        marks = torch.tensor([(begun, self._arrived.get(p, -1)) for p, begun in enumerate(self._begun_at)])
+        rows = zip(self._begun_at, self._averager.counts, strict=True)
+        marks = torch.tensor([(begun, count, self._arrived.get(p, -1)) for p, (begun, count) in enumerate(rows)])
         held = (*self._theta.values(), *self._velocity.values(), *self._averager.values.values(), marks)
         for tensor in held:
             # Ranks that are as far keep what they have: their own models belong to it.
@@ -335,8 +342,8 @@ class LocalMethod:
                     tensor.zero_()
         if behind:
             state.step, self.step = counts
-            self._begun_at = [int(begun) for begun, _ in marks]
-            self._arrived = {p: bool(good) for p, (_, good) in enumerate(marks.tolist()) if good >= 0}
+            self._begun_at, self._averager.counts, _ = (list(column) for column in zip(*marks.tolist(), strict=True))
+            self._arrived = {p: bool(good) for p, (*_, good) in enumerate(marks.tolist()) if good >= 0}
             for one in self._found:
                 self._set(one, self._theta[one.name])
         return behind

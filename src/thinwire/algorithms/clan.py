@@ -39,6 +39,8 @@ def clan_recipe(recipe: str | Aggregator) -> Aggregator:
     """
     if isinstance(recipe, str):
         recipe = parse_recipe(CLAN_SETTINGS.get(recipe, recipe))
+    if not isinstance(recipe, Aggregator):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RecipeError(f"CLAN: expected a recipe or settings of an exchange, got {type(recipe).__name__}")
     if not isinstance(recipe, TwoShot | Hierarchical):
         raise RecipeError(
             f"CLAN: expected an exchange that is compressed both ways through owners, as {', '.join(CLAN_SETTINGS)} or "

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.aggregators import PushPull
 from thinwire.algorithms.tracked import Tracked
+from thinwire.allocate import Allocate
 from thinwire.errors import AttachError, PlanError
 from thinwire.feedback import MomentumCorrection
 from thinwire.plan import Plan, build_plan
@@ -17,16 +19,23 @@ def plan_differences(found: Sequence[Tracked], recipe: Phase, world_size: int, o
     """Resolve a recipe against what is kept equal. Differences are float32 whatever the parameter is.
 
     Raises:
-        AttachError: a schedule.
+        AttachError: a schedule, `Allocate`, or `PushPull`.
         PlanError: feedback that is a momentum, or follows a learning rate; and as `build_plan` does.
         RecipeError: as `build_plan` does.
     """
+    if isinstance(recipe, Allocate):
+        raise AttachError("Allocate: expected one recipe, or patterns; local methods choose nothing")
+    options = dataclasses.replace(options, num_servers=0)
     if isinstance(recipe, Schedule) or (isinstance(recipe, str) and len(recipe.split()) > 1):
         raise AttachError(f"expected one recipe, got {recipe!r}: local methods have no schedules")
     shapes = {one.name: torch.empty(one.local().shape, device="meta") for one in found}
     params = [(one.name, shapes[one.name]) for one in found if one.trained]
     plan = build_plan(params, recipe, world_size, options, all_reduce=False)
     for param in plan.params:
+        if isinstance(param.aggregator, PushPull):
+            raise AttachError(
+                f"{param.info.name}: expected an exchange between ranks, got PushPull, which needs servers"
+            )
         feedback = param.aggregator.feedback
         if isinstance(feedback, MomentumCorrection) or (feedback is not None and feedback.needs_learning_rate):
             raise PlanError(

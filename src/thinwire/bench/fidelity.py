@@ -24,8 +24,11 @@ from thinwire.bench.recording import Recording
 from thinwire.bench.results import machine
 from thinwire.kernels import DecodeBatch, EncodeBatch
 from thinwire.plan import Plan, build_plan
+from thinwire.policy import PlanOptions
 from thinwire.random import SHARED_STREAM, Key
 from thinwire.wire import split
+
+_ONE_A_NODE = PlanOptions(node_sizes=1)  # for hier recipes: of recorded ranks nobody knows better
 
 
 class Fidelity:
@@ -53,7 +56,7 @@ class Fidelity:
     def measure(self, aggregator: Aggregator, on_step: Callable[[str], None] = lambda doing: None) -> dict[str, Any]:
         """Return one row; see ``docs/gradients.md``. Says before every recorded step what it is doing."""
         params = {name: torch.empty(shape) for name, shape in self.shapes.items()}
-        plan = build_plan(params.items(), lambda _: aggregator, self.recording.num_ranks)
+        plan = build_plan(params.items(), lambda _: aggregator, self.recording.num_ranks, _ONE_A_NODE)
         sent = sum(p.aggregator.sent_once_nbytes(p.spec) for param in plan.params for p in param.partitions)
         compressor = aggregator.up
         return {

@@ -173,8 +173,39 @@ def split_weights(method: str) -> tuple[str, str | None]:
     return recipe, kind if found else None
 
 
-def check_wrap(settings: Settings) -> None:
-    """Raise `ThinwireError` for what does not go together with the wrapper, or with several ranks a host."""
+def check_settings(settings: Settings) -> None:
+    """Raise `ThinwireError` for what does not go together, before a network is made for it."""
+    _check_momentum(settings)
+    _check_wrap(settings)
+    local = [name for name in settings.methods if split_local(name) is not None]
+    if settings.start_after < 0 or (settings.start_after and local):
+        expected = "0 with local methods, which have no dense steps" if local else "at least 0"
+        raise ThinwireError(f"--start-after: expected {expected}, got {settings.start_after}")
+
+
+def _check_momentum(settings: Settings) -> None:
+    """Recipes that apply momentum themselves need an optimizer whose momentum can be taken out, and a DDP model."""
+    from thinwire.bench.servers import split_method
+
+    for name in settings.methods:
+        for kind, optimizer in (("@dgc", "sgd"), ("@nag", "nag")):
+            if kind not in name or settings.workload.startswith("replay:"):
+                continue
+            if split_local(name) is not None or settings.wrap == "fsdp":
+                raise ThinwireError(f"--methods {name}: {kind} applies momentum, which goes with DDP's gradients alone")
+            if settings.optimizer != optimizer:
+                raise ThinwireError(f"--methods {name}: expected --optimizer {optimizer} with it")
+    served = [(name, recipe) for name in settings.methods for num, recipe in (split_method(name),) if num]
+    for name, recipe in served:
+        if "/" in recipe or recipe.startswith(("powersgd", "global", "topkc", "sign")):
+            raise ThinwireError(f"--methods {name}: expected a recipe of the two-shot exchange behind servers, as int8")
+    if settings.wrap == "fsdp" and settings.optimizer not in ("adamw", "sgd"):
+        raise ThinwireError(f"--optimizer {settings.optimizer}: expected adamw or sgd with --wrap fsdp")
+    if settings.wrap == "fsdp" and (hier := [name for name in settings.methods if "hier" in name]):
+        raise ThinwireError(f"--methods {hier[0]}: expected --wrap ddp with it; FSDP2 knows of no nodes")
+
+
+def _check_wrap(settings: Settings) -> None:
     from thinwire.bench.servers import split_method
 
     # These count what leaves a rank, and are made for a DDP model.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from thinwire.bench.settings import (
     SHARDED_METHODS,
     WRAPS,
     Settings,
-    check_wrap,
+    check_settings,
     parse_methods,
     parse_workload,
     split_local,
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         compute_s=args.compute,
         trace=args.trace is not None,
     )
-    check_wrap(settings)
+    check_settings(settings)
     return run_settings(settings, json_file=args.json, report=args.report, trace=args.trace)
 
 
@@ -229,7 +230,7 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def positive(text: str) -> float:
     """A number above 0."""
     value = _number(float, text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 

@@ -249,7 +249,7 @@ def _momentum(plan: Plan) -> MomentumCorrection | None:
 
 def _pushed(phases: Phases) -> list[str]:
     """Return the parameters whose mean servers are to form, in any phase."""
-    settings = ((param.info.name, param.aggregator) for _, plan in phases.plans for param in plan.params)
+    settings = ((param.info.name, param.aggregator) for plan in phases.all_plans for param in plan.params)
     return [name for name, aggregator in settings if isinstance(aggregator, PushPull)]
 
 

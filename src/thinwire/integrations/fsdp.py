@@ -403,6 +403,8 @@ def make_shard_link(
             raise AttachError(f"expected at least one thread, got {threads}")
         if start_after < 0:
             raise AttachError(f"expected start_after >= 0 steps, got {start_after}")
+        if options is not None and options.num_servers:
+            raise AttachError("num_servers: expected 0, since shards are summed by the ranks that keep them")
         groups.extend(shard_groups(model, world_size))
         if weights is not None:
             gathered.extend(shard_groups(model, world_size, weights=True))

@@ -228,8 +228,9 @@ class Link:
         return {**state, **allocation}
 
     def _owed_by_servers(self) -> list[PlannedParam]:
-        params = self.phases.kept.params
-        return [p for p in params if isinstance(p.aggregator, PushPull) and p.aggregator.feedback is not None]
+        every = (param for plan in self.phases.all_plans for param in plan.params)
+        owed = {p.info.name for p in every if isinstance(p.aggregator, PushPull) and p.aggregator.kept_by_servers}
+        return [param for param in self.phases.kept.params if param.info.name in owed]
 
     def _kept_by_servers(self) -> list[Partition]:
         """Return the partitions whose residuals at servers this rank saves and loads: every so manieth."""
