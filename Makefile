@@ -84,7 +84,7 @@ $(VENV)/.installed: $(BUILD) $(VENV)/.torch
 	@rm -f $(VENV)/.reference; \
 	if [ -z "$$THINWIRE_NO_NATIVE" ] && ! $(BIN)/python -c "$$can_build"; then export THINWIRE_NO_NATIVE=1; fi; \
 	if [ -n "$$THINWIRE_NO_NATIVE" ]; then touch $(VENV)/.reference; fi; set -x; \
-	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[demo]' --group test
+	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[demo,server]' --group test
 	@touch $@
 
 # Another TORCH than last time installs again.

@@ -44,6 +44,7 @@ class Attached:
     codec_s: Callable[[], float] | None
     link: Any = None
     start_step: int = 0
+    _: dc.KW_ONLY
     period: int = 1
     settle: Callable[[], None] | None = None
     close: Callable[[], None] | None = None

@@ -48,7 +48,7 @@ def attach(method: str, model: nn.Module, start_after: int) -> Attached:
         if group.names in link.plan.weight_groups:
             once = sum(r.sent_nbytes(rank) for m in link.plan.weight_layouts(group.names) for r in m.rounds)
         planned += _gathers(group, model) * once
-    return Attached(planned, None, link, link.phases.plans[-1][0], dense)
+    return Attached(planned, None, link, link.phases.plans[-1][0], dense_nbytes=dense)
 
 
 def _dense_nbytes(group: ShardGroup, world_size: int) -> int:
