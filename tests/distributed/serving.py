@@ -25,6 +25,12 @@ class ServerProcess:
     def output(self) -> str:
         return Path(self.log.name).read_text()
 
+    def close(self) -> None:
+        self.kill()
+        self.log.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
 
 def start(
     num_workers: int, index: int = 0, num: int = 1, *arguments: str, bind: str = "tcp://127.0.0.1:0"
@@ -35,9 +41,14 @@ def start(
         [*command, "--server-index", f"{index}/{num}", *arguments], stdout=subprocess.PIPE, stderr=log, text=True
     )
     assert process.stdout is not None
-    line = process.stdout.readline()
-    assert " at tcp://" in line, line + Path(log.name).read_text()
-    return ServerProcess(line.split(" at ")[1].strip(), process, log)
+    line, server = process.stdout.readline(), ServerProcess("", process, log)
+    if " at tcp://" not in line:
+        process.wait(20)
+        said = line + server.output()
+        server.close()
+        raise AssertionError(f"a server did not start: {said}")
+    server.address = line.split(" at ")[1].strip()
+    return server
 
 
 @contextmanager
@@ -54,7 +65,4 @@ def servers(num_workers: int, num: int = 1, *arguments: str) -> Iterator[Sequenc
                 assert one.process.wait(20) == 0, one.output()
     finally:
         for one in started:
-            one.kill()
-            one.log.close()
-            assert one.process.stdout is not None
-            one.process.stdout.close()
+            one.close()
