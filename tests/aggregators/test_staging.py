@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from exchanges import TABLE, history, ident
 from late_device import HastyDevice, LateDevice
-from test_conformance import TABLE, history, ident
 from world import SHAPES, World, bits, gradients
 
 from thinwire import (
