@@ -68,15 +68,26 @@ def number(value: float, name: str) -> str:
     """Return a number of an axis as people write it.
 
     >>> number(2.5e9, "bit/s of each host"), number(0.002, "seconds one way"), number(3.0, "hosts")
-    ('2.5G', '2 ms', '3')
+    ('2.5 G', '2 ms', '3')
     """
     if name.startswith("bit/s"):
         unit, size = next((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)) if value >= s or s == 1.0)
-        return f"{value / size:.3g}{unit}"
+        return f"{value / size:.3g} {unit}".rstrip()
     if name.startswith("seconds"):
         unit, size = next((u, s) for u, s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if value >= s or s == 1e-6)
         return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
+
+
+def quantity(value: float, name: str) -> str:
+    """Return a number with the name of its axis.
+
+    >>> quantity(2.5e9, "bit/s of each host"), quantity(0.002, "seconds one way"), quantity(3.0, "hosts")
+    ('2.5 Gbit/s of each host', '2 ms one way', '3 hosts')
+    """
+    if name.startswith("bit/s"):
+        return number(value, name) + name
+    return f"{number(value, name)} {name.removeprefix('seconds ')}"
 
 
 def write_page(document: Mapping[str, Any], sweeps: Sequence[Sweep], lines: Sequence[str], folder: Path) -> Path:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(sweep: Any) -> list[str]:
     """Say where curves cross that of DDP with 16 bits."""
-    from thinwire.bench.whatif_plots import number
+    from thinwire.bench.whatif_plots import quantity
 
     lines: list[str] = []
     for label, x in sweep.crossings():
@@ -86,7 +86,7 @@ def _lines(sweep: Any) -> list[str]:
         after = curve.y[first] < base.y[first]
         lines.append(
             f"{sweep.title.lower()}: {label} is faster than 16-bit DDP {'above' if after else 'below'} "
-            f"{number(x, sweep.x_name)} {sweep.x_name}"
+            f"{quantity(x, sweep.x_name)}"
         )
     return lines
 
