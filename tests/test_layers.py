@@ -87,7 +87,8 @@ print(thinwire.kernels.backend())
 def test_import_does_not_reach_for_extras() -> None:
     code = """
 import sys, thinwire
-heavy = {"rich", "matplotlib", "sklearn", "tensorboard"} & {name.split(".")[0] for name in sys.modules}
+extras = {"rich", "matplotlib", "sklearn", "tensorboard", "zmq", "prometheus_client"}
+heavy = extras & {name.split(".")[0] for name in sys.modules}
 assert not heavy, heavy
 upper = [name for name in sys.modules if name.startswith(("thinwire.cli", "thinwire.bench", "thinwire.lab"))]
 assert not upper, upper

@@ -14,6 +14,11 @@ from thinwire.recipes import parse_recipe
 from thinwire.spec import COMPRESSIBLE_DTYPES, BlockSpec
 
 
+def plain_name(name: str) -> str:
+    """Return a name as it is without compiling and activation checkpointing, so that patterns and states still fit."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamInfo:
     """What a policy is told of one parameter.

@@ -7,7 +7,7 @@ parameter; partitions and buckets do not show. Each rank saves its own.
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ FORMAT = 3
 _EF21 = frozenset({Slot.ESTIMATE, Slot.DELIVERED, Slot.MEAN})  # of one parameter; they determine each other
 REPLICAS = "replicas"  # under this, what a sharded model's ranks keep of the exchange between its replicas
 _KEYS = ("rank", "world_size", "partition_numel", "owners", "step", "loss_scale", "learning_rates", *map(str, Slot))
+
+
+def of_one_rank(state: object) -> Mapping[str, Any]:
+    """Return the state. Raises `StateError` for anything else, as a list of states."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"expected the state of one rank, got a {type(state).__name__}; of several take [rank]")
+    return cast(Mapping[str, Any], state)
 
 
 class State:
@@ -171,8 +178,7 @@ class State:
             StateError: another format, rank, world size, partition size, owners or shapes, or with `strict` parameters
                 or feedback that differ.
         """
-        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StateError(f"expected the state of one rank, got a {type(state).__name__}; of several take [rank]")
+        state = of_one_rank(state)
         if state.get("format") != FORMAT:
             raise StateError(f"expected a thinwire state of format {FORMAT}, got {state.get('format')!r}")
         if missing := [key for key in _KEYS if key not in state]:

@@ -10,8 +10,6 @@ from thinwire.advisor.known import known_computation
 from thinwire.bench.validation import AGAIN, METHODS, Cell, grid, make_document, predict, rows_of
 from thinwire.bench.validation_plot import scatter
 from thinwire.cli import main
-from thinwire.errors import LabError
-from thinwire.lab import Lab
 
 
 def _row(workload: str, recipe: str, predicted_s: float, measured_s: float) -> dict[str, object]:
@@ -106,13 +104,10 @@ def test_methods_that_cannot_be_validated(methods: str, said: str, capsys: pytes
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_cell_in_the_lab(tmp_path: Path) -> None:
-    try:
-        Lab(nodes=1).close()
-    except LabError as error:
-        pytest.skip(str(error))
     file, plot = tmp_path / "cells.json", tmp_path / "cells.png"
     cell = ["--workloads", "replay:resnet50/8", "--rates", "100mbit", "--hosts", "2", "--methods", "ddp,int8"]
     assert main(["bench", "validate", *cell, "--steps", "3", "--json", str(file), "--plot", str(plot)]) == 0

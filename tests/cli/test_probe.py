@@ -10,8 +10,7 @@ from thinwire.advisor.profile import read_profile
 from thinwire.cli import main
 from thinwire.cli.probe import _training
 from thinwire.cli.ranks import meet
-from thinwire.errors import LabError, ThinwireError
-from thinwire.lab import Lab
+from thinwire.errors import ThinwireError
 
 MODEL = """
 import torch
@@ -45,12 +44,9 @@ def test_a_factory_without_a_loss_is_refused() -> None:
         _training("torch.nn:Identity", 0)
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 def test_in_the_lab_a_slow_uplink_is_named(tmp_path: Path) -> None:
-    try:
-        Lab(nodes=1).close()
-    except LabError as error:
-        pytest.skip(str(error))
     rates = "100mbit,100mbit,10mbit:100mbit"
     done = _run(tmp_path, "lab", "--nodes", "3", "--rate", rates, "--", "-m", "thinwire", "probe", *QUICK[:2])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,22 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import LabError
-from thinwire.lab import Lab
-
 PROBE = Path(__file__).parent / "probe.py"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what needs namespaces where none can be had."""
-    ours = [item for item in items if item.get_closest_marker("lab") and Path(item.path).parent == PROBE.parent]
-    if not ours:
-        return
-    try:
-        Lab(nodes=1).close()
-    except LabError as error:
-        for item in ours:
-            item.add_marker(pytest.mark.skip(reason=str(error)))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from thinwire.advisor.profile import Computation, TimedParameter
 from thinwire.errors import ProfileError
+from thinwire.policy import plain_name
 
 WARM_UP_STEPS = 2  # the first allocate
 
@@ -37,7 +38,9 @@ def measure_computation(
         ProfileError: no backward pass, no parameter that got a gradient, or outputs through which none goes.
     """
     params = {
-        _plain(name): param for name, param in getattr(model, "module", model).named_parameters() if param.requires_grad
+        plain_name(name): param
+        for name, param in getattr(model, "module", model).named_parameters()
+        if param.requires_grad
     }
     if not params:
         raise ProfileError("expected a model with parameters that require gradients, got none")
@@ -146,8 +149,3 @@ class _Marks:
 
     def _between(self, start: Any, end: Any) -> float:
         return end - start if self._device is None else start.elapsed_time(end) / 1e3
-
-
-def _plain(name: str) -> str:
-    """Return a name as it is without compiling and activation checkpointing, as `attach` sees it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,14 +1,13 @@
 """What LANS and LAMB share: Adam's moments, and a loop over blocks. A block is one parameter, whole."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.algorithms.parameters import check_gradients, check_group
+from thinwire.algorithms.checked import CheckedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Blocks:
     steps: list[float]
 
 
-class BlockwiseAdam(torch.optim.Optimizer, ABC):
+class BlockwiseAdam(CheckedOptimizer):
     """Adam whose step is scaled block by block.
 
     `torch._foreach` functions work on lists: `foreach` says whether a list holds all blocks of a group, or one at a
@@ -38,36 +37,7 @@ class BlockwiseAdam(torch.optim.Optimizer, ABC):
     group's parameters while it runs.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises `OptimizerError` for settings out of range and for parameters that it cannot update."""
-        super().add_param_group(param_group)
-        try:
-            check_group(self, self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: evaluates the model anew and returns the loss.
-
-        Raises:
-            OptimizerError: a sparse gradient; nothing has been changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        check_gradients(self)
+    def _update_groups(self) -> None:
         gathered = [(group, self._gather(group)) for group in self.param_groups]
         self._begin([g for _, blocks in gathered for g in blocks.g])
         for group, blocks in gathered:
@@ -75,7 +45,6 @@ class BlockwiseAdam(torch.optim.Optimizer, ABC):
                 continue
             for some in [blocks] if _together(blocks, group) else _one_by_one(blocks):
                 self._update(some, group)
-        return loss
 
     def _gather(self, group: dict[str, Any]) -> Blocks:
         blocks = Blocks([], [], [], [], [])

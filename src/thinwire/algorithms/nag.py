@@ -1,16 +1,13 @@
 """SGD with Nesterov's momentum, which may be applied by those who send gradients instead of here."""
 
-from collections.abc import Callable
-from typing import Any, overload
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.algorithms.parameters import check_gradients, check_group
+from thinwire.algorithms.checked import CheckedOptimizer
 
 
-class NAG(torch.optim.Optimizer):
+class NAG(CheckedOptimizer):
     r"""SGD with Nesterov's momentum and weight decay.
 
     With the gradient g, weights x, u = 0 at first, m = `momentum`, w = `weight_decay`:
@@ -68,36 +65,7 @@ class NAG(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises `OptimizerError` for settings out of range and for parameters that it cannot update."""
-        super().add_param_group(param_group)
-        try:
-            check_group(self, self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: evaluates the model anew and returns the loss.
-
-        Raises:
-            OptimizerError: a sparse gradient; nothing has been changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        check_gradients(self)
+    def _update_groups(self) -> None:
         for group in self.param_groups:
             momentum, at_workers = group["momentum"], group["worker_momentum"]
             for x in group["params"]:
@@ -112,4 +80,3 @@ class NAG(torch.optim.Optimizer):
                 if at_workers:
                     d.add_(x.grad)
                 x.add_(d, alpha=-float(group["lr"]))
-        return loss

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from thinwire.errors import AttachError, RecipeError, ThinwireError
+from thinwire.errors import AttachError, RecipeError
 from thinwire.shapes import MODELS, model_layers
 
 BASELINES = ("ddp", "ddp-fp16", "ddp-powersgd:4")
@@ -23,7 +23,7 @@ WRAPS = ("ddp", "fsdp")
 
 _WEIGHTS = ":weights="
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
-_BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
+BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 
 
@@ -138,7 +138,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     """
     methods = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in methods:
-        if _BASELINE.fullmatch(name):
+        if BASELINE.fullmatch(name):
             continue
         from thinwire.bench.servers import split_method
         from thinwire.recipes import parse_compressor, recipe_names
@@ -171,65 +171,6 @@ def split_weights(method: str) -> tuple[str, str | None]:
     """
     recipe, found, kind = method.partition(_WEIGHTS)
     return recipe, kind if found else None
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise `ThinwireError` for what does not go together, before a network is made for it."""
-    _check_momentum(settings)
-    _check_wrap(settings)
-    local = [name for name in settings.methods if split_local(name) is not None]
-    if settings.start_after < 0 or (settings.start_after and local):
-        expected = "0 with local methods, which have no dense steps" if local else "at least 0"
-        raise ThinwireError(f"--start-after: expected {expected}, got {settings.start_after}")
-
-
-def _check_momentum(settings: Settings) -> None:
-    """Recipes that apply momentum themselves need an optimizer whose momentum can be taken out, and a DDP model."""
-    from thinwire.bench.servers import split_method
-
-    for name in settings.methods:
-        for kind, optimizer in (("@dgc", "sgd"), ("@nag", "nag")):
-            if kind not in name or settings.workload.startswith("replay:"):
-                continue
-            if split_local(name) is not None or settings.wrap == "fsdp":
-                raise ThinwireError(f"--methods {name}: {kind} applies momentum, which goes with DDP's gradients alone")
-            if settings.optimizer != optimizer:
-                raise ThinwireError(f"--methods {name}: expected --optimizer {optimizer} with it")
-    served = [(name, recipe) for name in settings.methods for num, recipe in (split_method(name),) if num]
-    for name, recipe in served:
-        if "/" in recipe or recipe.startswith(("powersgd", "global", "topkc", "sign")):
-            raise ThinwireError(f"--methods {name}: expected a recipe of the two-shot exchange behind servers, as int8")
-    if settings.wrap == "fsdp" and settings.optimizer not in ("adamw", "sgd"):
-        raise ThinwireError(f"--optimizer {settings.optimizer}: expected adamw or sgd with --wrap fsdp")
-    if settings.wrap == "fsdp" and (hier := [name for name in settings.methods if "hier" in name]):
-        raise ThinwireError(f"--methods {hier[0]}: expected --wrap ddp with it; FSDP2 knows of no nodes")
-
-
-def _check_wrap(settings: Settings) -> None:
-    from thinwire.bench.servers import split_method
-
-    # These count what leaves a rank, and are made for a DDP model.
-    apart = [name for name in settings.methods if split_local(name) is not None or split_method(name)[0]]
-    if apart and (settings.wrap != "ddp" or settings.ranks_per_node > 1):
-        raise ThinwireError(f"--methods {apart[0]}: expected --wrap ddp and one rank a host with it")
-    if settings.wrap == "ddp":
-        if wrong := [name for name in settings.methods if name == "fsdp" or split_weights(name)[1] is not None]:
-            raise ThinwireError(f"--methods {wrong[0]}: expected --wrap fsdp with it; DDP sends no weights")
-        return
-    if wrong := [name for name in settings.methods if name.startswith("ddp")]:
-        raise ThinwireError(f"--methods {wrong[0]}: expected --wrap ddp with it, or fsdp, the baseline of FSDP2")
-    if settings.workload.startswith("replay:"):
-        raise ThinwireError(
-            "--wrap fsdp: a replay makes up gradients in DDP's buckets and never reads its parameters, which FSDP2 "
-            "would gather; expected --workload gpt or digits"
-        )
-    if settings.ranks_per_node > 1:
-        raise ThinwireError(
-            "--wrap fsdp: expected one rank a host; several would take FSDP2 over one host and "
-            "attach(..., replicate_group=) between hosts"
-        )
-    if settings.bucket_cap_mb is not None:
-        raise ThinwireError("--bucket-cap-mb: FSDP2 has no buckets; leave it out")
 
 
 def parse_workload(text: str) -> str:

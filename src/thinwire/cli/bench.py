@@ -16,7 +16,6 @@ from thinwire.bench.settings import (
     SHARDED_METHODS,
     WRAPS,
     Settings,
-    check_settings,
     parse_methods,
     parse_workload,
     split_local,
@@ -143,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
         compute_s=args.compute,
         trace=args.trace is not None,
     )
+    from thinwire.bench.checks import check_settings  # with torch: not for --help
+
     check_settings(settings)
     return run_settings(settings, json_file=args.json, report=args.report, trace=args.trace)
 

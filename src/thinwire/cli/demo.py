@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.settings import DEMO_METHODS, Settings, check_settings, parse_methods
+from thinwire.bench.settings import DEMO_METHODS, Settings, parse_methods
 from thinwire.cli.bench import add_network_arguments, argument, positive, run_settings
 
 SECONDS = 24.0  # for each of seven methods: with start-up and evaluation the whole stays under five minutes
@@ -48,5 +48,7 @@ def run(args: argparse.Namespace) -> int:
         latency=args.latency,
         seconds=args.seconds,
     )
+    from thinwire.bench.checks import check_settings
+
     check_settings(settings)
     return run_settings(settings, json_file=args.json, report=args.output)

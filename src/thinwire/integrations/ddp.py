@@ -28,7 +28,7 @@ from thinwire.integrations.watch import Watch, left_over
 from thinwire.kernels import serving_device
 from thinwire.phases import Phases, build_phases
 from thinwire.plan import Plan
-from thinwire.policy import PlanOptions
+from thinwire.policy import PlanOptions, plain_name
 from thinwire.schedule import Phase, Schedule
 
 Recipe = Phase | Schedule | Allocate
@@ -173,7 +173,7 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _sparse(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters with sparse gradients that DDP reduces."""
     assert isinstance(model, DistributedDataParallel)
-    names = {_plain(name) for name in sparse_names(model.module)}
+    names = {plain_name(name) for name in sparse_names(model.module)}
     return {name: param for name, param in _kept_equal(model) if param.requires_grad and name in names}
 
 
@@ -181,12 +181,7 @@ def _kept_equal(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters that DDP keeps equal on all ranks: all that it was not told to ignore."""
     assert isinstance(model, DistributedDataParallel)
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-    return [(_plain(name), param) for name, param in model.module.named_parameters() if name not in ignored]
-
-
-def _plain(name: str) -> str:
-    """Return a name as it is without compiling and activation checkpointing, so that patterns and states still fit."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    return [(plain_name(name), param) for name, param in model.module.named_parameters() if name not in ignored]
 
 
 def _frozen(model: DistributedDataParallel) -> dict[str, Tensor]:

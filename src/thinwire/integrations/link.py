@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import MEAN, Block, Message, Partition, PushPull, work_memory
+from thinwire.aggregators import MEAN, Block, Message, Partition, work_memory
 from thinwire.codec import measure_codec
 from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome
@@ -34,13 +34,14 @@ from thinwire.integrations.clipping import clipped_blocks, set_clipping
 from thinwire.integrations.driver import Driver, ServedDriver
 from thinwire.integrations.loggers import Logger
 from thinwire.integrations.replicas import ReplicaCheck
+from thinwire.integrations.served import OwedByServers
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
 from thinwire.integrations.stats import StepStats, Totals
 from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases
-from thinwire.plan import Plan, PlannedParam
-from thinwire.state import State
+from thinwire.plan import Plan
+from thinwire.state import State, of_one_rank
 
 NORM_EVERY = 50  # steps between measurements of residual_ratio, which cost a pass over the residuals
 
@@ -143,7 +144,8 @@ class Link:
         self._sparse, self._group, self._left_over = dict(sparse or {}), group, dict(left_over or {})
         self._names = {id(param): name for name, param in (*params.items(), *self._sparse.items())}
         self._driver = driver
-        self._served = served  # the driver, where servers keep what owners keep; a failed step is then undone
+        # Where servers keep what owners keep; a failed step is then undone.
+        self._served = None if served is None else OwedByServers(served, phases, self.state, rank)
         self._begun: _Step | None = None  # the last step
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
@@ -212,7 +214,7 @@ class Link:
                 the step before and others are not.
             ServerError: servers did not say what they owe. Asked again, the state comes without.
         """
-        lost = self._served is not None and (self._failed is not None or self._served.error is not None)
+        lost = self._served is not None and (self._failed is not None or self._served.lost)
         if lost:
             logging.getLogger("thinwire").warning("the run has failed: the state has nothing of what servers owed")
             self._recover()
@@ -223,49 +225,9 @@ class Link:
             ) from self._failed
         state = self.state.state_dict()
         if self._served is not None:
-            state[Slot.OWNER] = {} if lost else self._read_servers(self._served)
+            state[Slot.OWNER] = {} if lost else self._served.read()
         allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
         return {**state, **allocation}
-
-    def _owed_by_servers(self) -> list[PlannedParam]:
-        every = (param for plan in self.phases.all_plans for param in plan.params)
-        owed = {p.info.name for p in every if isinstance(p.aggregator, PushPull) and p.aggregator.kept_by_servers}
-        return [param for param in self.phases.kept.params if param.info.name in owed]
-
-    def _kept_by_servers(self) -> list[Partition]:
-        """Return the partitions whose residuals at servers this rank saves and loads: every so manieth."""
-        kept = [p for param in self._owed_by_servers() for p in param.partitions]
-        return kept[self.rank :: self.plan.world_size]
-
-    def _read_servers(self, served: ServedDriver) -> dict[str, Tensor]:
-        """Return this rank's share of what servers owe, zero elsewhere, in the shapes of parameters."""
-        partitions = self._kept_by_servers()
-        found = served.read_residuals(partitions, self.state.loss_scale, self.state.step)
-        infos = (param.info for param in self._owed_by_servers())
-        whole = {info.name: torch.zeros(info.numel, dtype=torch.float32) for info in infos}
-        for p, residual in zip(partitions, found, strict=True):
-            whole[p.name][p.offset : p.offset + p.numel] = residual
-        return {name: self.state.in_shape(name, flat) for name, flat in whole.items()}
-
-    def _check_owed(self, state: Mapping[str, Any]) -> None:
-        """Raise unless a state has what servers keep, of these parameters; or nothing, as after a server was lost."""
-        saved, ours = set(state.get(Slot.OWNER, ())), {param.info.name for param in self._owed_by_servers()}
-        if saved and (differing := sorted(saved ^ ours)):
-            raise StateError(
-                f"expected what owners keep of the parameters that servers keep residuals of, got {differing[0]!r} in "
-                "one of both only; strict=False drops it, or starts it at zero"
-            )
-
-    def _write_servers(self, served: ServedDriver, saved: Mapping[str, Tensor]) -> None:
-        """Give this rank's share of what servers owe back to them; what was not saved starts at zero."""
-        partitions = self._kept_by_servers()
-        values = list[Tensor]()
-        for p in partitions:
-            flat = torch.zeros(self.plan.by_name[p.name].info.numel, dtype=torch.float32)
-            if p.name in saved:
-                self.state.in_shape(p.name, flat).copy_(saved[p.name])
-            values.append(flat[p.offset : p.offset + p.numel])
-        served.write_residuals(partitions, values, self.state.loss_scale, self.state.learning_rates)
 
     def _recover(self) -> None:
         """Undo the step that failed, once no thread is at work on it any more."""
@@ -292,6 +254,7 @@ class Link:
             while step.pending > 0 and self._failed is None:  # bounded by the time-out of collectives
                 time.sleep(0.005)
             self._step = None
+        state = of_one_rank(state)
         if self._allocator is not None:
             self._allocator.check(state.get("allocation"), strict=strict)
         elif strict and "allocation" in state:
@@ -299,12 +262,13 @@ class Link:
                 "state was saved with Allocate, and this recipe chooses nothing: attach with Allocate, or load it with "
                 "strict=False, which drops the choice"
             )
-        served = self._served
-        if served is not None and strict:
-            self._check_owed(state)
-        self.state.load_state_dict(state if served is None else {**state, Slot.OWNER: {}}, strict=strict)
+        served, owed = self._served, state.get(Slot.OWNER, {})
+        if served is not None and Slot.OWNER in state:  # without, the state says what it lacks
+            served.check(owed, strict=strict)
+            state = {**state, Slot.OWNER: {}}
+        self.state.load_state_dict(state, strict=strict)
         if served is not None:
-            self._write_servers(served, state[Slot.OWNER])
+            served.write(owed)
         if self._allocator is not None:
             self._allocator.load_state_dict(state.get("allocation"))
             self.plan = self._allocator.plan

@@ -15,7 +15,7 @@ from thinwire.kernels.codes import packed_nbytes
 from thinwire.kernels.float_formats import FORMATS, FloatFormat
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_steps import max_scale
-from thinwire.kernels.triton_codes import code_at, pack_codes
+from thinwire.kernels.triton_codes import code_at, in_blocks, pack_codes
 from thinwire.kernels.triton_elements import (
     INF_BITS,
     decode_row,
@@ -144,12 +144,7 @@ def _decode(
     data = tl.load(decode_row(table, job))
     n = left + first
     num_blocks = tl.cdiv(n, BLOCK)
-    first_block = first // BLOCK
-    inside = (first - first_block * BLOCK).to(tl.int32) + place  # from the first block's first on
-    block = inside // BLOCK
-    inside -= block * BLOCK
-    m = tl.where(block < n // BLOCK - first_block, BLOCK, (n % BLOCK).to(tl.int32))
-    block += first_block
+    block, inside, m = in_blocks(first, place, n, BLOCK)
     scale = tl.load(data.to(tl.pointer_type(tl.float32)) + block, mask=mask, other=0.0)
     packed = (data + 4 * num_blocks).to(tl.pointer_type(tl.uint8)) + block * SPAN
     value = _value_of(code_at(packed, inside, m, mask, BITS), BITS, MANTISSA, BIAS)

@@ -30,6 +30,19 @@ def _limb_at(packed, place, m, mask, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def in_blocks(first, place, n, BLOCK: tl.constexpr):
+    """Return, of the elements `place` from the `first` on: their blocks, their places in these, and these' lengths.
+
+    The first element is one number, an int64; beyond the first block of the program places fit in 32 bits.
+    """
+    first_block = first // BLOCK
+    inside = (first - first_block * BLOCK).to(tl.int32) + place
+    block = inside // BLOCK
+    m = tl.where(block < n // BLOCK - first_block, BLOCK, (n % BLOCK).to(tl.int32))
+    return block + first_block, inside - block * BLOCK, m
+
+
+@triton.jit
 def code_at(packed, place, m, mask, BITS: tl.constexpr):
     """Return the codes at `place` in blocks of m codes, whose bytes begin at `packed`."""
     code = m * 0

@@ -12,7 +12,7 @@ import triton.language as tl
 from thinwire.kernels import packing
 from thinwire.kernels.codes import packed_nbytes
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
-from thinwire.kernels.triton_codes import code_at, pack_codes
+from thinwire.kernels.triton_codes import code_at, in_blocks, pack_codes
 from thinwire.kernels.triton_elements import (
     decode_row,
     deliver,
@@ -108,12 +108,7 @@ def _decode(
     mask = place < left
     data = tl.load(decode_row(table, job))
     n = left + first
-    first_block = first // BLOCK
-    inside = (first - first_block * BLOCK).to(tl.int32) + place  # from the first block's first on
-    block = inside // BLOCK
-    inside -= block * BLOCK
-    m = tl.where(block < n // BLOCK - first_block, BLOCK, (n % BLOCK).to(tl.int32))
-    block += first_block
+    block, inside, m = in_blocks(first, place, n, BLOCK)
     scale = tl.load(data.to(tl.pointer_type(tl.float16)) + block, mask=mask, other=0.0).to(tl.float32)
     packed = (data + 2 * tl.cdiv(n, BLOCK)).to(tl.pointer_type(tl.uint8)) + block * SPAN
     code = code_at(packed, inside, m, mask, BITS).to(tl.float32) - HALF

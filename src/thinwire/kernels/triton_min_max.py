@@ -13,7 +13,7 @@ from thinwire.kernels import packing
 from thinwire.kernels.codes import packed_nbytes
 from thinwire.kernels.jobs import DecodeJob, EncodeJob
 from thinwire.kernels.reference_steps import FLOAT32_MAX, max_scale
-from thinwire.kernels.triton_codes import code_at, pack_codes
+from thinwire.kernels.triton_codes import code_at, in_blocks, pack_codes
 from thinwire.kernels.triton_elements import (
     INF_BITS,
     decode_row,
@@ -190,12 +190,7 @@ def _decode(
     mask = place < left
     data = tl.load(decode_row(table, job))
     n = left + first
-    first_block = first // BLOCK
-    inside = (first - first_block * BLOCK).to(tl.int32) + place  # from the first block's first on
-    block = inside // BLOCK
-    inside -= block * BLOCK
-    m = tl.where(block < n // BLOCK - first_block, BLOCK, (n % BLOCK).to(tl.int32))
-    block += first_block
+    block, inside, m = in_blocks(first, place, n, BLOCK)
     ranges = data.to(tl.pointer_type(tl.float32)) + 2 * block
     lo, hi = tl.load(ranges, mask=mask, other=0.0), tl.load(ranges + 1, mask=mask, other=0.0)
     packed = (data + 8 * tl.cdiv(n, BLOCK)).to(tl.pointer_type(tl.uint8)) + block * SPAN

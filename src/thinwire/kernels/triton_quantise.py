@@ -13,7 +13,7 @@ import triton.language as tl
 
 from thinwire.kernels.codes import packed_nbytes
 from thinwire.kernels.reference_steps import FLOAT32_MAX, TREE_CHUNK, max_scale
-from thinwire.kernels.triton_codes import code_at, pack_codes
+from thinwire.kernels.triton_codes import code_at, in_blocks, pack_codes
 from thinwire.kernels.triton_elements import (
     INF_BITS,
     decode_row,
@@ -224,13 +224,7 @@ def _decode(
     data = tl.load(decode_row(table, job))
     n = left + first
     num_blocks = tl.cdiv(n, BLOCK)
-    first_block = first // BLOCK
-    inside = (first - first_block * BLOCK).to(tl.int32) + place  # from the first block's first on
-    block = inside // BLOCK
-    inside -= block * BLOCK
-    rest = (n % BLOCK).to(tl.int32)
-    m = tl.where(block < n // BLOCK - first_block, BLOCK, rest)
-    block += first_block
+    block, inside, m = in_blocks(first, place, n, BLOCK)
     scale = tl.load(data.to(tl.pointer_type(tl.float32)) + block, mask=mask, other=0.0)
     packed = (data + 4 * num_blocks).to(tl.pointer_type(tl.uint8)) + block * SPAN
     code = code_at(packed, inside, m, mask, BITS)
