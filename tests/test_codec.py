@@ -1,9 +1,12 @@
 """What measuring a plan's kernels goes through: every exchange, alone and beside PowerSGD."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from thinwire import Hierarchical, PlanOptions, parse_recipe
+from thinwire import Hierarchical, PlanOptions, codec, parse_recipe
+from thinwire.aggregators import Partition
 from thinwire.codec import measure_codec
 from thinwire.plan import build_plan
 
@@ -18,6 +21,19 @@ def test_every_exchange_can_be_measured(recipe: str, beside: str | None) -> None
     policy = recipe if beside is None else {"a.*": beside, "*": recipe}
     plan = build_plan(PARAMS, policy, 4, PlanOptions(min_nbytes=0, node_sizes=nodes))
     assert measure_codec(plan, 1, repeats=1) > 0
+
+
+def test_what_powersgd_does_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan(PARAMS, {"a.*": "powersgd:2", "*": "int8"}, 4, PlanOptions(min_nbytes=0))
+    seen, one = list[str](), codec._Block
+
+    def block(partition: Partition, *args: Any) -> Any:
+        seen.append(partition.name)
+        return one(partition, *args)
+
+    monkeypatch.setattr(codec, "_Block", block)
+    measure_codec(plan, 1, repeats=1)
+    assert set(seen) == {"b.weight"}  # the bias rides with PowerSGD's factors, whose exchange is run whole
 
 
 def test_servers_do_their_own_work_elsewhere() -> None:
