@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.advisor.by_hand import PAYLOAD
 from thinwire.advisor.whatif import Curve, Sweep
 from thinwire.cli import main
 
@@ -20,7 +21,7 @@ def test_whatif_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     document, text = json.loads(file.read_text()), capsys.readouterr().out
     assert document["schema"] == 1
     assert [sweep["name"] for sweep in document["sweeps"]] == NAMES
-    assert document["conditions"]["rate_bps"] == pytest.approx(1e9)
+    assert document["conditions"]["rate_bps"] == pytest.approx(1e9 * PAYLOAD)  # as `advise` takes it
     sweeps = {sweep["name"]: {curve["label"]: curve for curve in sweep["curves"]} for sweep in document["sweeps"]}
     for recipe in ("dense", "dense:fp16", "int8"):
         by_rate, by_latency = (sweeps[name][recipe]["y"] for name in ("bandwidth", "latency"))
@@ -52,6 +53,7 @@ def test_whatif_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--latency", "5parsec"], "a time looks like"),
         (["--recipes", "int9"], "int9"),
         (["--hosts", "0"], "above 0"),
+        ([], "expected --profile FILE, or a cluster by hand"),
     ],
 )
 def test_wrong_arguments_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +66,8 @@ def test_wrong_arguments_are_told(arguments: list[str], message: str, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "alexnet"], "expected a model of"),
-        (["--hosts", "1", "--recipes", "fp16", "--model", "resnet50/16"], "at least 2 hosts"),
+        (["--model", "alexnet", "--hosts", "2", "--rate", "1gbit"], "expected a model of"),
+        (["--hosts", "1", "--rate", "1gbit", "--model", "resnet50/16"], "hosts: expected at least 2"),
         (["--profile", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -80,3 +82,15 @@ def test_crossings_lie_where_lines_cross() -> None:
     sweep = Sweep(name="", title="", x_name="", y_name="", curves=curves, note="")
     ((label, where),) = sweep.crossings()
     assert (label, where) == ("int8", pytest.approx(10 * 10**0.5))
+
+
+def test_both_commands_read_one_cluster(tmp_path: Path) -> None:
+    """What `advise` says of a step is a point of `whatif`'s curves: the arguments mean the same to both."""
+    cluster = ["--model", "resnet50/8", "--hosts", "4", "--rate", "100mbit", "--backward", "50ms", "--recipes", "int8"]
+    advice, sweeps = tmp_path / "advice.json", tmp_path / "sweeps.json"
+    assert main(["advise", *cluster, "--json", str(advice)]) == 0
+    assert main(["whatif", *cluster, "--json", str(sweeps)]) == 0
+    (ddp,) = (plan for plan in json.loads(advice.read_text())["plans"] if plan["recipe"] == "dense")
+    (workers,) = (sweep for sweep in json.loads(sweeps.read_text())["sweeps"] if sweep["name"] == "workers")
+    (dense,) = (curve for curve in workers["curves"] if curve["label"] == "dense")
+    assert dense["y"][dense["x"].index(4)] == pytest.approx(ddp["step_s"], rel=1e-6)

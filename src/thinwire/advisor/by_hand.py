@@ -22,6 +22,7 @@ def hand_profile(
     latency_s: float,
     recipes: Sequence[str],
     model: str,
+    cores: int | None = None,
     assumptions: Sequence[str] = (),
 ) -> Profile:
     """Return a profile from a cluster's data, and this machine's kernels.
@@ -34,6 +35,7 @@ def hand_profile(
         latency_s: one way between two hosts.
         recipes: whose kernels are measured, here and now.
         model: what the computation is of.
+        cores: processor cores of each host that do nothing but run kernels; None for four a rank.
         assumptions: made already.
 
     Raises:
@@ -42,10 +44,11 @@ def hand_profile(
     """
     if hosts < 2:
         raise ProfileError(f"hosts: expected at least 2, between which there is a network, got {hosts}")
+    cores = CORES_PER_RANK * ranks_per_host if cores is None else cores
     stated = [
         *assumptions,
         f"a host sends and receives at once, {100 * PAYLOAD:.1f} % of the rate being payload, without loss",
-        f"kernels are as fast as on this machine, with {CORES_PER_RANK} processor cores a rank that do nothing else",
+        f"kernels are as fast as on this machine, with {cores / ranks_per_host:g} idle processor cores a rank",
     ]
     inside = None
     if ranks_per_host > 1:
@@ -65,7 +68,7 @@ def hand_profile(
     return Profile(
         cluster=cluster,
         computation=computation,
-        kernels=Kernels(cores=CORES_PER_RANK * ranks_per_host, ranks_per_machine=ranks_per_host, speeds=tuple(speeds)),
+        kernels=Kernels(cores=cores, ranks_per_machine=ranks_per_host, speeds=tuple(speeds)),
         model=model,
         assumptions=tuple(stated),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.bench import argument, check_writable
-from thinwire.cli.by_hand import add_profile_arguments, read_arguments
+from thinwire.cli.by_hand import add_profile_arguments, check_arguments, profile_of
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
 from thinwire.recipes import parse_recipe
 
@@ -40,13 +40,14 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.advisor.document import as_dict
     from thinwire.advisor.whatif import BASELINE, Sweep, sweeps
 
+    check_arguments(args)
     check_outputs(args.json)
     if args.report is not None:
         from thinwire.bench.plots import require_matplotlib
 
         require_matplotlib()
         check_writable(args.report, folder=True)
-    profile = read_arguments(args, ("dense", BASELINE, *args.recipes))
+    profile = profile_of(args, ("dense", BASELINE, *args.recipes))
     found: list[Sweep] = []
     lines: list[str] = []
     for sweep in sweeps(profile, args.recipes):
