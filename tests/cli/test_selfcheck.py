@@ -16,10 +16,16 @@ import os
 import signal
 
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 import torch
 
 def good():
     return nn.Linear(300, 300)
+
+def sharded():
+    def loss(model, step, rank):
+        return model(torch.randn(4, 300)).square().mean()
+    return fully_shard(good()), loss
 
 def ending(how):
     def loss(model, step, rank):
@@ -62,9 +68,16 @@ def test_recipes_that_know_of_nodes(tmp_path: Path) -> None:
 
 def test_alone(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
-    done = _run(tmp_path, "thinwire", "selfcheck", "--recipe", "int8", "onebit", "--json", str(file))
+    names = ["dense", "replicas", "conservation", "bytes", "parity", "resume"]  # to kill takes a while, and is below
+    arguments = ["--rungs", *names, "--recipe", "int8", "onebit", "--json", str(file)]
+    done = _run(tmp_path, "thinwire", "selfcheck", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("thinwire selfcheck: does what it promises here\n")
+    assert done.stdout.splitlines()[-2:] == [
+        "thinwire selfcheck: int8 on 2 ranks does what it promises here: dense, replicas, bytes, parity, resume hold; "
+        "conservation: not applicable, as said above",
+        "thinwire selfcheck: onebit on 2 ranks does what it promises here: dense, replicas, conservation, bytes, "
+        "parity, resume hold",
+    ]
     document = json.loads(file.read_text())
     assert document["schema"] == 1
     assert document["ok"] is True
@@ -72,7 +85,7 @@ def test_alone(tmp_path: Path) -> None:
     assert [one["recipe"] for one in document["recipes"]] == ["int8", "onebit"]
     for recipe in document["recipes"]:
         rungs = {rung["name"]: rung for rung in recipe["rungs"]}
-        assert list(rungs) == ["dense", "replicas", "conservation", "bytes", "parity", "resume"]
+        assert list(rungs) == names
         assert rungs["bytes"]["numbers"]["counted_nbytes"] == rungs["bytes"]["numbers"]["claimed_nbytes"] > 0
         assert all(rung["sentence"] in done.stdout for rung in rungs.values())
 
@@ -84,14 +97,25 @@ def test_under_torchrun_with_a_model_of_the_users(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["conditions"]["model"] == "mine:good"
-    assert "topk:0.5 on 2 ranks: 6 ok" in done.stderr
+    rungs = json.loads(done.stdout)["recipes"][0]["rungs"]
+    assert [rung["verdict"] for rung in rungs] == ["ok"] * 7, done.stderr
+    assert rungs[-1]["sentence"].startswith("rank 1's process was killed in step 3; the others noticed within")
+    assert "topk:0.5 on 2 ranks does what it promises here" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sharded_model(tmp_path: Path) -> None:
+    done = _run(tmp_path, "thinwire", "selfcheck", "--model", "mine:sharded", "--recipe", "onebit", "--weights", "int8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'dense' gives FSDP2's own bits" in done.stdout
+    assert "resume, kill hold" in done.stdout
 
 
 def test_a_rank_that_raises_is_said_in_a_line_and_ends_it(tmp_path: Path) -> None:
     done = _run(tmp_path, "thinwire", "selfcheck", "--model", "mine:bad", "--timeout", "4")
     assert done.returncode == 1
     assert "rank 1: KeyError: 'no such batch'" in done.stdout
-    assert "FAILED" in done.stdout
+    assert "does NOT do what it promises here: dense failed" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -125,6 +149,7 @@ def test_a_rank_that_dies_or_never_returns_ends_it(tmp_path: Path, model: str, s
         (["--recipe", "int9"], "did you mean 'int8'"),
         (["--model", "mine"], "expected MODULE:FACTORY"),
         (["--timeout", "0"], "--timeout"),
+        (["--rungs", "denser"], "denser"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

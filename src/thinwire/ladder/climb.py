@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,11 +14,15 @@ from thinwire.errors import ThinwireError
 from thinwire.integrations.ddp import Recipe
 from thinwire.ladder.counted import conservation, sent_bytes
 from thinwire.ladder.exact import dense, replicas, resume
+from thinwire.ladder.kill import kill
 from thinwire.ladder.parity import parity
 from thinwire.ladder.report import Report, Rung
 from thinwire.ladder.training import Factory, Trial
 from thinwire.policy import PlanOptions
 from thinwire.schedule import Schedule, parse_schedule
+
+if TYPE_CHECKING:
+    from thinwire.integrations.fsdp_build import WeightRecipe
 
 LADDER: Mapping[str, Callable[[Trial], Rung]] = {
     "dense": dense,
@@ -27,6 +31,7 @@ LADDER: Mapping[str, Callable[[Trial], Rung]] = {
     "bytes": sent_bytes,
     "parity": parity,
     "resume": resume,
+    "kill": kill,
 }
 
 
@@ -36,6 +41,7 @@ def selfcheck(
     *,
     steps: int = 6,
     lr: float = 0.05,
+    weights: "WeightRecipe | None" = None,
     options: PlanOptions | None = None,
     ddp: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
@@ -45,15 +51,19 @@ def selfcheck(
     """Check a recipe on this launch, with this model: short trainings whose outcome is known. Collective.
 
     Dense is DDP's arithmetic; replicas stay equal; delivered + owed = all gradients; bytes counted = bytes claimed; the
-    loss keeps up with DDP's; a resumed run repeats the uninterrupted one. Of a schedule the last phase is checked.
+    loss keeps up with DDP's; a resumed run repeats the uninterrupted one, also where a rank's process was killed: that
+    happens to processes of the check's own, which every rank starts. Of a schedule the last phase is checked.
 
     Args:
         model_factory: returns a new model on the CPU, or (model, loss) with `loss(model, step, rank)` a scalar tensor
             that depends on its arguments and torch's random state alone. Without a loss the parameters are drawn to
-            random targets, and `forward` does not run.
+            random targets, and `forward` does not run. A `fully_shard` model, over all ranks and with a loss, is
+            checked as such; any other is put into `DistributedDataParallel`. For the rung `kill` it must be at the top
+            of a module that another process can import.
         recipe: as for `attach`.
         steps: of a training, at least 2; parity takes five times as many, on three seeds.
         lr: of SGD.
+        weights: as for `attach`, of a `fully_shard` model.
         options: as for `attach`.
         ddp: arguments of `DistributedDataParallel`; by default bucket_cap_mb=1.
         timeout: seconds that a collective may take.
@@ -93,6 +103,7 @@ def selfcheck(
         timeout=limit,
         steps=steps,
         lr=lr,
+        weights=weights,
         options=options,
         **({} if ddp is None else {"ddp": ddp}),
     )

@@ -1,7 +1,10 @@
 """Rungs of sums: nothing of a gradient is lost, and as many bytes are sent as the plan claims."""
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,10 +14,14 @@ from thinwire.aggregators import SumOnWire
 from thinwire.aggregators.checks import typical_contract
 from thinwire.compressors import Sign, is_exact
 from thinwire.feedback import ErrorFeedback, Slot
+from thinwire.integrations.link import Link
 from thinwire.ladder.exact import anywhere
 from thinwire.ladder.report import Rung
-from thinwire.ladder.training import Trial
+from thinwire.ladder.training import Training, Trial, gathered, whole
 from thinwire.plan import PlannedParam
+
+if TYPE_CHECKING:
+    from thinwire.integrations.fsdp import ShardLink
 
 TOLERANCE = 2.0**-18  # 64 roundings of float32, of the sum over steps of the gradients' sizes
 _INTERFACES = ("THINWIRE_LAB_INTERFACE", "THINWIRE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -26,36 +33,20 @@ def conservation(trial: Trial) -> Rung:
     Per parameter, with steps t, ranks i of n, gradients g, deliveries d and residuals e, in float64:
 
         max |1/n sum_{t,i} g_{t,i} - sum_t d_t - (1/n sum_i e_i + e_owner)| <= 2^-18 max 1/n sum_{t,i} |g_{t,i}|.
+
+    FSDP2 does not show a rank's own gradients: there sum_i g_{t,i} is what it delivers by itself in a second training,
+    and weights stay as they are in both.
     """
     with trial.training(trial.recipe) as training:
-        link, params = training.attached, dict(training.model.module.named_parameters())
-        lossy = {param.info.name: why for param in link.plan.params if (why := _loses(param))}
-        names = [param.info.name for param in link.plan.params if param.info.name not in lossy]
-        compressed = {param.info.name for param in link.plan.params if not param.reason}
+        sharded = training.wrapper == "FSDP2"
+        lossy = {param.info.name: why for param in training.planned if (why := _loses(param))}
+        names = [param.info.name for param in training.planned if param.info.name not in lossy]
+        compressed = {param.info.name for param in training.planned if not param.reason}
         if lossy and (not names or compressed <= lossy.keys()):  # what is left is dense: it would prove nothing
             return Rung(name="conservation", verdict="not applicable", sentence=next(iter(lossy.values())))
-        zeros = {name: torch.zeros(params[name].shape, dtype=torch.float64) for name in names}
-        gaps, sizes = zeros, {name: zero.clone() for name, zero in zeros.items()}
-        for step in range(trial.steps):
-            module = training.model.module
-            trained = {name: params[name] for name in names}
-            grads = torch.autograd.grad(training.value(module, step), list(trained.values()), allow_unused=True)
-            for name, grad in zip(names, grads, strict=True):
-                if grad is not None:
-                    gaps[name] += grad.double()
-                    sizes[name] += grad.double().abs()
-            training.step(step)
-            for name, param in trained.items():
-                if param.grad is not None:
-                    gaps[name] -= param.grad.double()
-        state, n = link.state_dict(), dist.get_world_size(trial.group)
-        for name in names:
-            for slot, share in ((Slot.WORKER, 1.0), (Slot.OWNER, float(n))):
-                if name in state[slot]:
-                    gaps[name] -= state[slot][name].double() * share
-        worst = {
-            name: _relative(_mean(gaps[name], trial.group, n), _mean(sizes[name], trial.group, n)) for name in names
-        }
+        worst = {} if sharded else _gaps(trial, training, names)
+    if sharded:
+        worst = _gaps_of_shards(trial, names)
     name = max(worst, key=lambda name: worst[name])
     numbers = {"worst": worst[name], "tolerance": TOLERANCE, "num_params": float(len(names))}
     left_out = f"; {len(lossy)} others keep no residual" if lossy else ""
@@ -70,6 +61,54 @@ def conservation(trial: Trial) -> Rung:
         f"{TOLERANCE:.1e})"
     )
     return Rung(name="conservation", verdict="failed", sentence=sentence, numbers=numbers)
+
+
+def _gaps(trial: Trial, training: Training, names: Sequence[str]) -> dict[str, float]:
+    """Return what is missing of the gradients of each parameter, relative to their size. Collective."""
+    module = training.module
+    trained = {name: module.get_parameter(name) for name in names}
+    gaps = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in trained.items()}
+    sizes = {name: zero.clone() for name, zero in gaps.items()}
+    for step in range(trial.steps):
+        grads = torch.autograd.grad(training.value(module, step), list(trained.values()), allow_unused=True)
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None:
+                gaps[name] += grad.double()
+                sizes[name] += grad.double().abs()
+        training.step(step)
+        for name, param in trained.items():
+            if param.grad is not None:
+                gaps[name] -= param.grad.double()
+    n = dist.get_world_size(trial.group)
+    _take_owed(training, gaps, n)
+    return {name: _relative(_mean(gaps[name], trial.group, n), _mean(sizes[name], trial.group, n)) for name in names}
+
+
+def _gaps_of_shards(trial: Trial, names: Sequence[str]) -> dict[str, float]:
+    """Do as `_gaps`, with what FSDP2 delivers by itself for the mean of all gradients. Collective."""
+    gaps, sizes = dict[str, Tensor](), dict[str, Tensor]()
+    n = dist.get_world_size(trial.group)
+    for recipe, sign in ((None, 1), (trial.recipe, -1)):
+        with dataclasses.replace(trial, weights=None).training(recipe, lr=0.0) as training:
+            for step in range(trial.steps):
+                training.step(step)
+                for name in names:
+                    if (grad := training.module.get_parameter(name).grad) is not None:
+                        mean = whole(grad).double()
+                        gaps[name] = gaps.get(name, 0) + sign * mean
+                        sizes[name] = sizes.get(name, 0) + mean.abs()
+            if recipe is not None:
+                _take_owed(training, gaps, n)
+    return {name: _relative(_mean(gap, trial.group, n), sizes[name]) for name, gap in gaps.items()}
+
+
+def _take_owed(training: Training, gaps: dict[str, Tensor], n: int) -> None:
+    """Take from this rank's gaps what it owes, in units whose mean over ranks is what is owed."""
+    state = training.attached.state_dict()
+    for name, gap in gaps.items():
+        for slot, share in ((Slot.WORKER, 1.0), (Slot.OWNER, float(n))):
+            if name in state[slot]:
+                gap -= state[slot][name].double() * share
 
 
 def _loses(param: PlannedParam) -> str:
@@ -111,22 +150,42 @@ def sent_bytes(trial: Trial) -> Rung:
         training.step(0)
         training.step(1)  # from the second step on DDP's buckets stay
         link, before = training.attached, _interface_nbytes()
-        link.stats(reset=True)
+        if isinstance(link, Link):
+            link.stats(reset=True)
         for step in range(2, 2 + trial.steps):
             training.step(step)
-        claimed, counted = link.planned_nbytes(), link.stats()["wire_nbytes"]
-        after, one_bucket = _interface_nbytes(), link.plan.sent_nbytes(training.rank)
-    finding = (0, f"counted {counted:,.1f} bytes a step where its plan claims {claimed:,}")
-    where = anywhere(None if counted == claimed else finding, trial.group)
-    numbers = {"claimed_nbytes": float(claimed), "counted_nbytes": counted, "one_bucket_nbytes": float(one_bucket)}
+        counted, after = link.stats()["wire_nbytes"], _interface_nbytes()
+        one_bucket = link.plan.sent_nbytes(training.rank)
+        claimed = link.planned_nbytes() if isinstance(link, Link) else one_bucket
+        numbers = {"claimed_nbytes": float(claimed), "counted_nbytes": counted, "one_bucket_nbytes": float(one_bucket)}
+        of_weights = None if isinstance(link, Link) else _weights(training, link, numbers)
+    finding = of_weights if counted == claimed else _differs(counted, claimed, "a step")
+    where = anywhere(finding, trial.group)
     seen = ""
     if before and after:
         numbers["interface_nbytes"] = (after[1] - before[1]) / trial.steps
         seen = f"; {after[0]} sent {numbers['interface_nbytes']:,.0f} a step, of all programs and with headers"
     if where is not None:
         return Rung(name="bytes", verdict="failed", sentence=where, numbers=numbers)
+    if "weight_nbytes" in numbers:
+        seen = f", and {numbers['weight_nbytes']:,.0f} each time weights are gathered{seen}"
     sentence = f"every rank sent what its plan claims (rank 0: {claimed:,} bytes a step{seen})"
     return Rung(name="bytes", verdict="ok", sentence=sentence, numbers=numbers)
+
+
+def _weights(training: Training, link: "ShardLink", numbers: dict[str, float]) -> tuple[int, str] | None:
+    """Gather all weights once, and return where the count differs from the plan. Collective."""
+    if not (claimed := link.plan.sent_weight_nbytes(training.rank)):
+        return None
+    before = link.stats()["weight_wire_nbytes"]
+    with gathered(training.module):
+        counted = link.stats()["weight_wire_nbytes"] - before
+    numbers["weight_nbytes"] = float(counted)
+    return None if counted == claimed else _differs(counted, claimed, "of weights")
+
+
+def _differs(counted: float, claimed: float, what: str) -> tuple[int, str]:
+    return 0, f"counted {counted:,.1f} bytes {what} where its plan claims {claimed:,}"
 
 
 def _interface_nbytes() -> tuple[str, int] | None:

@@ -3,17 +3,16 @@
 import io
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
 from thinwire.comm.process_group import all_gather_text
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.ladder.report import Rung
-from thinwire.ladder.training import Trial
+from thinwire.ladder.training import Training, Trial, gathered
 
 
 def dense(trial: Trial) -> Rung:
-    """(a) `dense` must be DDP's own arithmetic."""
+    """(a) `dense` must be the arithmetic of DDP, or of FSDP2, itself."""
 
     def plain() -> tuple[list[list[str]], list[str]]:
         with trial.training(None) as training:
@@ -21,24 +20,26 @@ def dense(trial: Trial) -> Rung:
 
     expected, names = plain()
     with trial.training("dense") as training:
-        got = training.run(range(trial.steps))
+        got, theirs = training.run(range(trial.steps)), training.wrapper
     where = anywhere(first_step_apart(expected, got, names), trial.group)
     if where is None:
-        return Rung(name="dense", verdict="ok", sentence=f"'dense' gives DDP's own bits in {trial.steps} steps")
-    return _unless_unsteady(trial, "dense", f"'dense' differs from DDP: {where}", expected, lambda: plain()[0], names)
+        return Rung(name="dense", verdict="ok", sentence=f"'dense' gives {theirs}'s own bits in {trial.steps} steps")
+    sentence = f"'dense' differs from {theirs}: {where}"
+    return _unless_unsteady(trial, "dense", sentence, expected, lambda: plain()[0], names)
 
 
 def replicas(trial: Trial) -> Rung:
-    """(b) All ranks must hold the same parameters."""
+    """(b) All ranks must hold the same parameters; of a sharded model they must compute with the same."""
     with trial.training(trial.recipe) as training:
         for step in range(trial.steps):
             training.step(step)
-        check = ReplicaCheck(dict(training.model.module.named_parameters()), trial.group)
-        difference = check.difference()
+        with gathered(training.module) as params:
+            difference = ReplicaCheck(params, trial.group).difference()
+        hold = "hold" if training.wrapper == "DDP" else "compute with"
     if difference is None:
-        sentence = f"all ranks hold the same parameters, to the bit, after {trial.steps} compressed steps"
+        sentence = f"all ranks {hold} the same parameters, to the bit, after {trial.steps} compressed steps"
         return Rung(name="replicas", verdict="ok", sentence=sentence)
-    sentence = f"ranks hold different parameters after {trial.steps} steps: {difference}"
+    sentence = f"ranks {hold} different parameters after {trial.steps} steps: {difference}"
     return Rung(name="replicas", verdict="failed", sentence=sentence)
 
 
@@ -51,26 +52,15 @@ def resume(trial: Trial) -> Rung:
             return training.run(range(trial.steps)), training.names
 
     with trial.training(trial.recipe) as training:
-        shown = any(param.aggregator.cuts_show for param in training.attached.plan.params)
-        if dist.get_world_size(trial.group) > 2 and shown:
-            why = (
-                "three or more numbers are added on the wire in an order that DDP's buckets decide, and a restart moves"
-            )
+        if why := cuts_show(training, trial.group):
             return Rung(name="resume", verdict="not applicable", sentence=why)
         training.run(range(half))
         saved = io.BytesIO()
-        parts = training.model.module.state_dict(), training.optimizer.state_dict(), training.attached.state_dict()
-        torch.save(parts, saved)
+        training.save(saved)
     expected, names = whole()
     saved.seek(0)
     with trial.training(trial.recipe) as training:
-        with torch.no_grad():
-            for param in training.model.module.parameters():
-                param.zero_()  # what is not loaded must show
-        model, optimizer, link = torch.load(saved, weights_only=True)
-        training.model.module.load_state_dict(model)
-        training.optimizer.load_state_dict(optimizer)
-        training.attached.load_state_dict(link)
+        training.load(saved)
         got = training.run(range(half, trial.steps))
     where = anywhere(first_step_apart(expected[half:], got, names, half), trial.group)
     if where is None:
@@ -79,6 +69,14 @@ def resume(trial: Trial) -> Rung:
     return _unless_unsteady(
         trial, "resume", f"the resumed run goes other ways: {where}", expected, lambda: whole()[0], names
     )
+
+
+def cuts_show(training: Training, group: dist.ProcessGroup) -> str:
+    """Return why a restart may change bits, or ""."""
+    of_buckets = training.wrapper == "DDP" and any(param.aggregator.cuts_show for param in training.planned)
+    if dist.get_world_size(group) <= 2 or not of_buckets:
+        return ""
+    return "three or more numbers are added on the wire in an order that DDP's buckets decide, and a restart moves"
 
 
 def first_step_apart(

@@ -1,6 +1,7 @@
 """The rung of losses: a short compressed training keeps up with DDP."""
 
 import statistics
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,10 @@ from thinwire.compressors import Sign
 from thinwire.feedback import EF21, MomentumCorrection, Slot
 from thinwire.integrations.link import Link
 from thinwire.ladder.report import Rung
-from thinwire.ladder.training import Training, Trial
+from thinwire.ladder.training import Training, Trial, whole
+
+if TYPE_CHECKING:
+    from thinwire.integrations.fsdp import ShardLink
 
 SEEDS = (0, 1, 2)
 FACTOR = 5  # trainings are as many times longer than those of other rungs
@@ -19,7 +23,7 @@ LATE = 0.25  # a recipe that still owes more than this share of all gradients ha
 
 
 def parity(trial: Trial) -> Rung:
-    """(e) On the same seeds, the loss must end where DDP's does, within what seeds alone make of it.
+    """(e) On the same seeds, the loss must end where DDP's, or FSDP2's, does, within what seeds alone make of it.
 
     Losses are means over ranks and over the first and the last fifth of the steps. Allowed is, in the mean over seeds,
     the larger of twice the standard deviation of DDP's last loss over seeds, and a tenth of DDP's descent. A recipe
@@ -27,15 +31,16 @@ def parity(trial: Trial) -> Rung:
     compressed parameters and e all that is owed, ||e|| / ||d + e|| > 1/4.
     """
     steps = FACTOR * trial.steps
-    ours, theirs, descents, owed, estimates = [], [], [], [], False
+    ours, theirs, descents, owed, estimates, base = [], [], [], [], False, ""
     for seed in SEEDS:
         with trial.training(trial.recipe, seed) as training:
-            aggregators = [param.aggregator for param in training.attached.plan.params]
+            aggregators = [param.aggregator for param in training.planned]
+            base = training.wrapper
             if any(isinstance(one.up, Sign) for one in aggregators):
-                why = "votes deliver signs: they need a learning rate of their own, not DDP's"
+                why = f"votes deliver signs: they need a learning rate of their own, not {base}'s"
                 return Rung(name="parity", verdict="not applicable", sentence=why)
             if any(isinstance(one.feedback, MomentumCorrection) for one in aggregators):
-                why = "this recipe applies momentum, and DDP with plain SGD has none"
+                why = f"this recipe applies momentum, and {base} with plain SGD has none"
                 return Rung(name="parity", verdict="not applicable", sentence=why)
             estimates = any(isinstance(one.feedback, EF21) for one in aggregators)
             losses, delivered = _train(training, steps)
@@ -57,11 +62,12 @@ def parity(trial: Trial) -> Rung:
         "share_owed": max(owed),
     }
     said = (
-        f"after {steps} steps on {len(SEEDS)} seeds the loss is {numbers['loss']:.4g}, DDP's {numbers['ddp_loss']:.4g} "
+        f"after {steps} steps on {len(SEEDS)} seeds the loss is {numbers['loss']:.4g}, {base}'s "
+        f"{numbers['ddp_loss']:.4g} "
         f"(allowed {allowed:.2g} above; it fell by {descent:.3g})"
     )
     if not descent > 0:
-        why = f"{said}: DDP's own loss did not fall, so that nothing can be compared; try another learning rate"
+        why = f"{said}: {base}'s own loss did not fall, so that nothing can be compared; try another learning rate"
         return Rung(name="parity", verdict="not applicable", sentence=why, numbers=_finite(numbers))
     if excess <= allowed:  # False for nan
         return Rung(name="parity", verdict="ok", sentence=said, numbers=numbers)
@@ -79,19 +85,19 @@ def parity(trial: Trial) -> Rung:
 
 def _train(training: Training, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Return this rank's losses, and the sums of what was delivered, float64 by parameter."""
-    params = dict(training.model.module.named_parameters())
-    names = [param.info.name for param in training.attached.plan.params if not param.info.dtype.is_complex]
+    params = dict(training.module.named_parameters())
+    names = [param.info.name for param in training.planned if not param.info.dtype.is_complex]
     delivered = {name: torch.zeros(params[name].shape, dtype=torch.float64) for name in names}
     losses = list[float]()
     for step in range(steps):
         losses.append(training.step(step))
         for name, total in delivered.items():
             if (grad := params[name].grad) is not None:
-                total += grad
+                total += whole(grad)
     return losses, delivered
 
 
-def _share_owed(link: Link, delivered: dict[str, Tensor], group: dist.ProcessGroup) -> float:
+def _share_owed(link: "Link | ShardLink", delivered: dict[str, Tensor], group: dist.ProcessGroup) -> float:
     """Return ||e|| / ||d + e||, over the parameters of which something is owed; 0 if there are none. Collective."""
     state, num = link.state_dict(), dist.get_world_size(group)
     owed, everything = 0.0, 0.0
