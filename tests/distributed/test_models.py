@@ -136,6 +136,62 @@ def test_collectives_in_backward_stay_exact(ranks, recipe):
         assert ours[2:] == plain[2:]
 
 
+class SyncNorm(nn.Module):
+    """Normalises by the batches of all ranks, as SyncBatchNorm does: sums on DDP's own group, forward and backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        sums = Summed.apply(torch.stack([x.sum(0), x.square().sum(0), torch.full_like(x[0], len(x))]))
+        mean = sums[0] / sums[2]
+        return (x - mean) * torch.rsqrt(sums[1] / sums[2] - mean.square() + 1e-5) * self.weight + self.bias
+
+
+def _sync_norm(rank, world_size, recipe):
+    """Return hashes of what forward and backward see of the sums in the first step, and of what training comes to."""
+    model = DDP(seeded(lambda: nn.Sequential(Tower(24, 2), SyncNorm(24), Tower(24, 2))), bucket_cap_mb=0.002)
+    seen = []
+    norm = model.module[1]
+    norm.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    norm.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_in[0].clone()))
+    link = None if recipe is None else thinwire.attach(model, recipe, options=ALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = ""
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, batch(rank, step, width=24, rows=6 + rank)).backward()
+        optimizer.step()
+        first = first or digest(seen)
+    if link is not None:
+        link.close()
+    return first, digest(model.parameters())
+
+
+def test_statistics_of_all_ranks_are_untouched(ranks):
+    plain = ranks(3).run(_sync_norm, None)
+    assert ranks(3).run(_sync_norm, "dense") == plain
+    for recipe in ("int4", "topk:0.25"):
+        ours = ranks(3).run(_sync_norm, recipe)
+        assert [first for first, _ in ours] == [first for first, _ in plain]
+        assert len({trained for _, trained in ours}) == 1 != len({first for first, _ in ours})
+        assert ours[0][1] != plain[0][1]
+
+
+def _sync_batch_norm(rank, world_size):
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)))
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+        DDP(layer)
+    with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
+        layer(batch(rank, 0, width=24))
+    assert layer.eval()(batch(rank, 0, width=24)).shape == (8, 24)
+
+
+def test_torch_itself_refuses_sync_batch_norm_on_the_cpu(ranks):
+    ranks(2).run(_sync_batch_norm)
+
+
 def _two_models(rank, world_size, view):
     """As a GAN: the critic's loss trains it alone, the maker's backward runs through the critic."""
     maker, critic = DDP(seeded(Tower, 24, 3), gradient_as_bucket_view=view), DDP(seeded(Tower, 24, 2, seed=1))
