@@ -10,13 +10,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "aggregators"))
 from world import SHAPES, Values, World, bits, gradients
 
-from thinwire import Dense, ErrorFeedback, Identity, MomentumCorrection, PlanOptions, TwoShot, parse_recipe
+from thinwire import (
+    Dense,
+    ErrorFeedback,
+    Hierarchical,
+    Identity,
+    MomentumCorrection,
+    PlanOptions,
+    TwoShot,
+    parse_recipe,
+)
 from thinwire.errors import PlanError
 from thinwire.feedback import Slot
 from thinwire.phases import Phases, build_phases
 from thinwire.state import State
 
-OPTIONS = PlanOptions(partition_numel=200, min_nbytes=0, compress_1d=True)
+OPTIONS = PlanOptions(partition_numel=200, min_nbytes=0, compress_1d=True, node_sizes=2)
 
 
 def phases_of(recipe, world_size: int = 3, **kwargs) -> Phases:
@@ -58,6 +67,15 @@ def test_dense_phases_are_exact_and_go_through_the_same_owners(recipe) -> None:
         assert exact.aggregator == TwoShot(up=Identity(), down=Identity())
         assert {p.aggregator for p in exact.partitions} == {exact.aggregator}
         assert [(p.offset, p.owner) for p in exact.partitions] == [(p.offset, p.owner) for p in param.partitions]
+
+
+def test_dense_phases_beside_nodes_send_sums_of_nodes() -> None:
+    (_, dense), (_, plan) = phases_of("hier:fp16/int4", start_after=5, world_size=4).plans
+    assert {param.aggregator for param in dense.params} == {
+        Hierarchical(up=Identity(), down=Identity(), node_sizes=(2, 2))
+    }
+    assert {param.aggregator.recipe() for param in plan.params} == {"hier:fp16/int4"}
+    assert 0 < dense.between_nodes_nbytes < 1.1 * dense.raw_nbytes  # of a node of two, half up and half down: once
 
 
 def test_dense_throughout_is_ddps_own() -> None:
@@ -112,6 +130,7 @@ def total(num_steps: int, world_size: int = 3) -> dict[str, torch.Tensor]:
         "onebit until 1 then topk:0.01 ramp 4",
         "int4 until 3 then topk:0.1+identity until 5 then fp16",
         "gather/onebit until 3 then gather/topk:0.1 until 5 then topk:0.1",
+        "dense until 2 then hier/topk:0.1 until 5 then dense",
     ],
 )
 def test_nothing_is_lost_between_phases(text: str) -> None:

@@ -28,6 +28,7 @@ class Allocate:
     and never worse than one candidate for all where that keeps the budget. Where no choice does, all get the candidate
     with the least error. Until the first choice all have the default. What a plan leaves dense by its thresholds stays
     so. Where an exchange compresses both ways, the error is that of both, the way back measured on the same gradient.
+    What `hier:fp16` rounds inside a node counts, too.
 
     In each of the last `samples` steps before a choice every rank encodes its own gradient by every candidate, on the
     way, in the backward pass: these steps cost as many encodings more. Every rank then gathers all ranks' errors and

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, PushPull, typical_contract
+from thinwire.aggregators import Aggregator, Dense, Hierarchical, PushPull, typical_contract
 from thinwire.allocate import Allocate
 from thinwire.compressors import Unbiased
 from thinwire.errors import PlanError, RecipeError
@@ -171,10 +171,10 @@ def _plans(
         momentum = _momentum(plans)
         # A parameter that one phase must see whole is cut in none, so that partitions stay.
         whole = {p.name for plan in plans for param in plan.params for p in param.partitions if p.shape is not None}
-        plans = [
-            build_plan(named, policy, world_size, options, momentum=momentum, all_reduce=False, whole=whole)  # type: ignore[arg-type]
-            for policy in policies
-        ]
+        found = (param.aggregator for plan in plans for param in plan.params)
+        nodes = next((one for one in found if isinstance(one, Hierarchical)), None)
+        both = {"momentum": momentum, "all_reduce": False, "whole": whole, "nodes": nodes}
+        plans = [build_plan(named, policy, world_size, options, **both) for policy in policies]  # type: ignore[arg-type]
     return _with_same_owners(plans)
 
 

@@ -220,6 +220,7 @@ def build_plan(
     momentum: MomentumCorrection | None = None,
     all_reduce: bool = True,
     whole: Collection[str] = (),
+    nodes: Hierarchical | None = None,
 ) -> Plan:
     """Resolve a policy against a model's parameters.
 
@@ -235,6 +236,7 @@ def build_plan(
         momentum: for all that stays dense, if other phases of training have it.
         all_reduce: whether a plan without compression may use DDP's own all-reduce; else owners form the mean.
         whole: names of parameters that are not cut, beside those whose compressor must see them whole.
+        nodes: an exchange of other phases, which a plan without compression takes over, so that sums leave a node once.
 
     Raises:
         RecipeError: an unknown recipe or a setting out of range.
@@ -266,6 +268,8 @@ def build_plan(
         and all(isinstance(aggregator, Dense) for aggregator in settings)
     )
     carrier = next((a for a in settings if isinstance(a, PowerSGD | Hierarchical)), None)
+    if all(isinstance(aggregator, Dense) for aggregator in settings):
+        carrier = nodes
     params: list[PlannedParam] = []
     # Owners are dealt in reverse order of registration, which is about the order in which gradients become ready, each
     # partition to whoever owns the fewest bytes so far: the wire waits for the fullest owner of a message. So whatever

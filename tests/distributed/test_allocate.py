@@ -20,7 +20,9 @@ from thinwire.spec import BlockSpec
 BITS = Allocate(candidates=["int2", "int4", "int8"], default="int4", budget=1.5, every=4, samples=2)
 RANKS = Allocate(candidates=["powersgd:1", "powersgd:2", "powersgd:4"], default="powersgd:2", every=4, samples=2)
 DENSITIES = Allocate(candidates=["topk:0.01", "topk:0.1", "dense"], default="topk:0.1", every=4, samples=2)
-CHOICES = {"bits": BITS, "ranks": RANKS, "densities": DENSITIES}
+# Were the rounding inside nodes not counted, it would be free, and chosen for all.
+NODES = Allocate(candidates=["hier:bf16/int4", "hier/int4"], default="hier/int4", every=4, samples=2)
+CHOICES = {"bits": BITS, "ranks": RANKS, "densities": DENSITIES, "nodes": NODES}
 
 
 class Uneven(nn.Module):
@@ -50,7 +52,8 @@ def _squared_error(recipe, name, grad, step, rank, seed):
         part = flat[offset : offset + (flat.numel() if whole else ALL.partition_numel)]
         spec = BlockSpec(shape=tuple(grad.shape) if whole else (part.numel(),))
         key = Key(parameter_key(seed, name), step, rank, offset)
-        for kind in [settings.up, settings.down] if settings.has_owners else [settings.up]:
+        inner = [settings.inner] if getattr(settings, "inner_dtype", None) is not None else []
+        for kind in [*inner, settings.up, *([settings.down] if settings.has_owners else [])]:
             sent = kind.decode(kind.encode(part.view(spec.shape), key), spec).view(-1)
             error += float((part.double() - sent.double()).square().sum())
     return error
@@ -58,7 +61,7 @@ def _squared_error(recipe, name, grad, step, rank, seed):
 
 def _chosen(rank, world_size, which):
     allocate = CHOICES[which]
-    options = dataclasses.replace(ALL, compress_1d=which != "ranks")
+    options = dataclasses.replace(ALL, compress_1d=which != "ranks", node_sizes=2)
     model = DDP(seeded(Uneven), bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     with attached(model, allocate, options=options) as link:
@@ -94,7 +97,9 @@ def _chosen(rank, world_size, which):
             got = [seen[step][name] for name in names]
             assert got == [plans[c].by_name[n].aggregator.recipe() for n, c in zip(names, found, strict=True)]
             assert sum(row[c] for row, c in zip(table, found, strict=True)) <= budget * (1 + 1e-9)
-        assert seen[0] == seen[3] != seen[4] == seen[7]
+        assert seen[0] == seen[3]
+        assert seen[4] == seen[7]
+        assert (seen[3] == seen[4]) == (which == "nodes")
         return seen, digest(model.parameters())
 
 
@@ -104,7 +109,7 @@ def _sent(param):
     return sum(sum(one.sent_nbytes(rank) for rank in range(dist.get_world_size())) for one in rounds)
 
 
-@pytest.mark.parametrize("which", ["bits", "ranks"])
+@pytest.mark.parametrize("which", ["bits", "ranks", "nodes"])
 def test_the_choice_follows_from_all_ranks_gradients(ranks, which):
     """Beside errors measured by compressors alone; nothing is lost on the way, and replicas stay equal."""
     results = ranks(3).run(_chosen, which)

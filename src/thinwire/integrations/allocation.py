@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.aggregators import Block, Message, Partition
+from thinwire.aggregators import Block, Hierarchical, Message, Partition
 from thinwire.allocate import choose
 from thinwire.comm.process_group import all_gather_text
 from thinwire.compressors import Compressor
@@ -150,9 +150,10 @@ def _by_place(choices: Choices) -> dict[tuple[str, int], tuple[Partition, ...]]:
 
 
 def _lossy(partition: Partition) -> list[Compressor]:
-    """Return the compressors on the way up and, where there is one, down: what each loses is lost."""
+    """Return the compressors inside a node, up and, where there is a way, down: what each loses is lost."""
     aggregator = partition.aggregator
-    return [aggregator.up, aggregator.down] if aggregator.has_owners else [aggregator.up]
+    inner = [aggregator.inner] if isinstance(aggregator, Hierarchical) and aggregator.inner_dtype is not None else []
+    return [*inner, aggregator.up, *([aggregator.down] if aggregator.has_owners else [])]
 
 
 def _squared_error(kind: Compressor, block: Block, partition: Partition, key: Key) -> float:
