@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from thinwire.aggregators import (
@@ -18,9 +19,11 @@ from thinwire.aggregators import (
     PushPull,
     TwoShot,
     between_nodes_nbytes,
+    pooled_nbytes,
 )
 from thinwire.aggregators.push_pull import server_work
-from thinwire.comm.rounds import Round, buffers_nbytes
+from thinwire.comm.process_group import DEPTH
+from thinwire.comm.rounds import Round, buffer_sizes
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
 from thinwire.policy import ParamInfo, Patterns, PlanOptions, Policy, resolver, whole_kinds
@@ -115,8 +118,9 @@ class Plan:
     @property
     def between_nodes_nbytes(self) -> int:
         """The most bytes per step that leave one node, of what `Hierarchical` sends; 0 where there is none."""
-        layouts = self.messages([param.info.name for param in reversed(self.params)])
-        found = [between_nodes_nbytes(m) for m in layouts if isinstance(m.partitions[0].aggregator, Hierarchical)]
+        found = [
+            between_nodes_nbytes(m) for m in self._one_bucket() if isinstance(m.partitions[0].aggregator, Hierarchical)
+        ]
         return max(map(sum, zip(*found, strict=True)), default=0)
 
     @property
@@ -124,9 +128,12 @@ class Plan:
         """The largest `sent_nbytes` of any rank."""
         return max(map(sum, zip(*(r.sent_nbytes_by_rank() for r in self._rounds()), strict=True)))
 
+    def _one_bucket(self) -> list[MessageLayout]:
+        """Return the messages of a step, if the whole model were one bucket."""
+        return self.messages([param.info.name for param in reversed(self.params)])
+
     def _rounds(self) -> list[Round]:
-        names = [param.info.name for param in reversed(self.params)]
-        return [r for layout in self.messages(names) for r in layout.rounds]
+        return [r for layout in self._one_bucket() for r in layout.rounds]
 
     def residual_nbytes(self, rank: int) -> int:
         """Return the memory of what feedback keeps on `rank`: its residuals, and those of the partitions it owns.
@@ -134,11 +141,21 @@ class Plan:
         With a GradScaler as much again is held during a step, so that a skipped one can be undone; without, only for
         the messages under way.
         """
-        total = 0
-        for param in self.params:
-            owned = sum(p.numel for p in param.partitions if p.owner == rank)
-            total += sum(4 * (owned if slot.owned else param.slot_numel(slot)) for slot in param.slots)
-        return total
+        return self.worker_nbytes + self.owner_nbytes(rank)
+
+    @property
+    def worker_nbytes(self) -> int:
+        """Bytes of what feedback keeps on every rank, of all that it sends: of a residual 4 for each number."""
+        return sum(4 * param.slot_numel(slot) for param in self.params for slot in param.slots if not slot.owned)
+
+    def owner_nbytes(self, rank: int) -> int:
+        """Return the bytes of what feedback keeps on `rank` of the partitions it owns."""
+        return sum(
+            4 * partition.numel * sum(slot.owned for slot in param.slots)
+            for param in self.params
+            for partition in param.partitions
+            if partition.owner == rank
+        )
 
     def buffers_nbytes(self, rank: int) -> int:
         """Return the bytes of all buffers that a message sends from and receives into on `rank`, of the largest one.
@@ -146,8 +163,36 @@ class Plan:
         On a GPU in pinned memory, and about as much beside the gradients. Buckets that are sent dense, by all-reduce,
         are cut by DDP: a plan does not know how large they are, and holds the model for one.
         """
-        names = [param.info.name for param in reversed(self.params)]
-        return max(sum(buffers_nbytes(r, rank) for r in layout.rounds) for layout in self.messages(names))
+        return max(sum(sum(buffer_sizes(r, rank)) for r in layout.rounds) for layout in self._one_bucket())
+
+    def work_nbytes(self, rank: int) -> int:
+        """Return about the most work memory that exchanges take on `rank`, beside a GPU in part of the host.
+
+        Of as many messages as are under way at once, each as large as the largest: the buffers of all its rounds, and
+        copies by which its residuals can be put back. Besides, float32 copies of 16-bit gradients that are compressed.
+        Buffers of other sizes that few messages take come on top. With a GradScaler copies of the residuals of all
+        messages are held, which this does not count.
+        """
+        layouts = [layout for layout in self._one_bucket() if not isinstance(layout.partitions[0].aggregator, Dense)]
+        largest = max((sum(self.message_nbytes(layout, rank)) for layout in layouts), default=0)
+        infos = {name: self.by_name[name].info for layout in layouts for name in layout.names}
+        copies = sum(4 * info.numel for info in infos.values() if info.dtype != torch.float32)
+        return min(DEPTH, len(layouts)) * largest + copies
+
+    def message_nbytes(self, layout: MessageLayout, rank: int) -> tuple[int, int]:
+        """Return the work memory of a message on `rank`, in the sizes that pools lend: of buffers, and of copies."""
+        buffers = [size for round_ in layout.rounds for size in buffer_sizes(round_, rank)]
+        copies = [
+            sum(
+                4 * (self.by_name[p.name].factor_numel if slot is Slot.FACTOR else p.numel)
+                for p in layout.partitions
+                for slot in self.by_name[p.name].slots
+                if slot.owned == owned and (p.owner == rank or not owned)
+            )
+            for owned in (False, True)
+        ]
+        of_buffers, of_copies = (sum(pooled_nbytes(size) for size in sizes if size) for sizes in (buffers, copies))
+        return of_buffers, of_copies
 
     @property
     def raw_nbytes(self) -> int:
@@ -194,9 +239,21 @@ class Plan:
         return (
             f"{table}\n{self.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {self.busiest_nbytes:,} sent "
             f"per step by the busiest rank: {self.compression_ratio:.1f}x less than a ring all-reduce; "
-            f"{self._between_nodes()}{self._at_servers()}residuals take "
-            f"{max(self.residual_nbytes(rank) for rank in range(self.world_size)):,} bytes a rank, twice that during a "
-            "step with a GradScaler"
+            f"{self._between_nodes()}{self._at_servers()}{self.memory()}"
+        )
+
+    def memory(self) -> str:
+        """Return what the rank that owns the most keeps and works in, in words."""
+        owned = [0] * max(self.world_size, self.options.num_servers)
+        for param in self.params:
+            for partition in param.partitions:
+                owned[partition.owner] += 4 * partition.numel * sum(slot.owned for slot in param.slots)
+        owned = owned[: self.world_size] if not self.options.num_servers else [0]  # else servers keep it
+        rank = owned.index(max(owned))
+        return (
+            f"residuals take {self.worker_nbytes + owned[rank]:,} bytes a rank ({self.worker_nbytes:,} of what it "
+            f"sends, {owned[rank]:,} of what it owns), twice that during a step with a GradScaler; work memory "
+            f"up to about {self.work_nbytes(rank):,}, for {DEPTH} messages under way"
         )
 
     def _at_servers(self) -> str:

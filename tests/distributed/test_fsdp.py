@@ -77,6 +77,8 @@ def _bytes(rank, world_size):
     for recipe, least in (("int8", 3.5), ("int4", 6.5), ("topk:0.05", 6.0), ("onebit", 15.0)):
         _, _, (stats, plan) = _train(rank, 2, recipe)
         assert stats["wire_nbytes"] == plan.sent_nbytes(rank)
+        assert stats["residual_nbytes"] == plan.residual_nbytes
+        assert plan.work_nbytes(rank) / 4 <= stats["work_nbytes"] <= 1.05 * plan.work_nbytes(rank)
         assert plan.compression_ratio > least, (recipe, plan.compression_ratio)
 
 
@@ -152,6 +154,31 @@ def _resumes(rank, world_size, folder):
 
 def test_resume_is_bit_for_bit(ranks, tmp_path):
     ranks(2).run(_resumes, str(tmp_path))
+
+
+def _other_recipe(rank, world_size):
+    """A layer that had a residual and has none now, and one that had none."""
+    model = _model()
+    link = thinwire.attach(model, {"0.*": "onebit", "*": "int8"}, options=ALL)
+    loss(model, batch(rank, 0, width=WIDTH)).backward()
+    saved = link.state_dict()
+    link.close()
+    link = thinwire.attach(model, {"2.*": "onebit", "*": "int8"}, options=ALL)
+    with pytest.raises(StateError):
+        link.load_state_dict(saved)
+    assert link.state.step == 0
+    link.load_state_dict(saved, strict=False)
+    assert link.state.step == 1
+    now = link.state_dict()["worker"]
+    assert now.keys() == {"2.weight", "2.bias"}
+    assert not any(bool(residual.any()) for residual in now.values())
+    loss(model, batch(rank, 1, width=WIDTH)).backward()
+    assert link.stats()["steps"] == 1
+    link.close()
+
+
+def test_a_state_of_another_recipe(ranks):
+    ranks(2).run(_other_recipe)
 
 
 def _dcp(rank, world_size, folder):

@@ -62,6 +62,35 @@ def test_what_is_counted_is_what_is_planned(ranks, world_size, recipe):
         assert (stats["residual_ratio"] > 0) == (recipe in ("topk:0.05", "gather/onebit"))
 
 
+def _memory(rank, world_size, recipe, dtype, bucket_cap_mb):
+    model = DDP(seeded(Tower, 64, 10).to(dtype), bucket_cap_mb=bucket_cap_mb)
+    options = PlanOptions(min_nbytes=0, partition_numel=1024, message_nbytes=16384, node_sizes=2)
+    with attached(model, recipe, options=options) as link:
+        for step in range(4):
+            loss(model, batch(rank, step, width=64).to(dtype)).backward()
+        stats, plan = link.stats(), link.plan
+        assert f"residuals take {max(_residuals(plan)):,} bytes a rank" in str(plan)
+        kept = {slot: sum(t.nbytes for t in tensors.values()) for slot, tensors in link.state.whole.items()}
+        owned = {slot: sum(t.nbytes for t in tensors.values()) for slot, tensors in link.state.owned.items()}
+        assert sum(kept.values()) == plan.worker_nbytes
+        assert sum(owned.values()) == plan.owner_nbytes(rank)
+        return stats["residual_nbytes"], plan.residual_nbytes(rank), stats["work_nbytes"], plan.work_nbytes(rank)
+
+
+def _residuals(plan):
+    return [plan.residual_nbytes(rank) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize("recipe", ["int8", "onebit", "hier/int4", "powersgd:2", "dense"])
+def test_memory_is_what_the_plan_states(ranks, recipe):
+    """Residuals to the byte; work memory about at most: how many messages are under way depends on their timing."""
+    for dtype, bucket_cap_mb in ((torch.float32, 25), (torch.float32, 0.05), (torch.bfloat16, 25)):
+        if dtype == torch.float32 or recipe in ("onebit", "dense"):
+            for kept, claimed, work, most in ranks(4).run(_memory, recipe, dtype, bucket_cap_mb):
+                assert kept == claimed
+                assert most / 12 <= work <= 1.05 * most, (dtype, bucket_cap_mb)
+
+
 # --- loggers --------------------------------------------------------------------------------------------------------
 
 

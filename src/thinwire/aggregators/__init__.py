@@ -4,6 +4,7 @@ from thinwire.aggregators.base import Aggregator as Aggregator
 from thinwire.aggregators.base import MessageLayout as MessageLayout
 from thinwire.aggregators.base import Partition as Partition
 from thinwire.aggregators.buffers import BufferPool as BufferPool
+from thinwire.aggregators.buffers import pooled_nbytes as pooled_nbytes
 from thinwire.aggregators.checks import default_feedback as default_feedback
 from thinwire.aggregators.checks import typical_contract as typical_contract
 from thinwire.aggregators.dense import Dense as Dense

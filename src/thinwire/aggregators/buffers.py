@@ -11,6 +11,11 @@ from torch import Tensor
 from thinwire.comm.device import Device, Event
 
 
+def pooled_nbytes(nbytes: int) -> int:
+    """Return the size of the buffer that a pool lends for so many bytes: a power of two, so that few sizes exist."""
+    return 1 << max(nbytes - 1, 63).bit_length()
+
+
 class BufferPool:
     """Keeps work buffers between messages: fresh memory costs more in page faults than the kernels that fill it.
 
@@ -28,7 +33,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> Tensor:
         """Return an uninitialised uint8 tensor of `nbytes`, a view of a pooled buffer."""
-        size = 1 << max(nbytes - 1, 63).bit_length()
+        size = pooled_nbytes(nbytes)
         with self._lock:
             free = self._free.setdefault(size, [])
             buffer = free.pop() if free else None

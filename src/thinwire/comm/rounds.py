@@ -153,19 +153,21 @@ Exchange = Generator[Transfer, None, None]
 """What an aggregator runs on one rank: yields its rounds in the order of its schedule and resumes when each is done."""
 
 
-def buffers_nbytes(round_: Round, rank: int) -> int:
-    """Return the bytes of the buffers that a rank sends from and receives into in a round."""
+def buffer_sizes(round_: Round, rank: int) -> tuple[int, int]:
+    """Return the bytes of the buffers that a rank sends from and receives into in a round; 0 where there is none."""
     match round_:
         case AllToAll(nbytes):
-            return sum(nbytes) + len(nbytes) * nbytes[rank]
+            return sum(nbytes), len(nbytes) * nbytes[rank]
         case AllGather(nbytes):
-            return nbytes[rank] + sum(nbytes)
+            return nbytes[rank], sum(nbytes)
         case AllReduce():
-            return round_.numel * round_.dtype.itemsize
+            return round_.numel * round_.dtype.itemsize, 0
         case SendRecv():
-            return round_.sent_nbytes(rank) + round_.received_nbytes(rank)
-        case Push(nbytes) | Pull(nbytes):
-            return sum(nbytes)
+            return round_.sent_nbytes(rank), round_.received_nbytes(rank)
+        case Push(nbytes):
+            return sum(nbytes), 0
+        case Pull(nbytes):
+            return 0, sum(nbytes)
 
 
 def cut(transfer: Transfer, moves: SendRecv, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:

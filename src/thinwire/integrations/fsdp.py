@@ -15,6 +15,7 @@ from thinwire.aggregators import MANY, BufferPool, Message
 from thinwire.comm.process_group import OverlappedDriver, common_group
 from thinwire.comm.tracing import title
 from thinwire.errors import AttachError, LossScaleError, NonFiniteError, StateError
+from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree, largest
 from thinwire.integrations.fsdp_build import Recipe, WeightRecipe, build_replica_phases, build_shard_phases
 from thinwire.integrations.fsdp_collectives import GroupReduce, WeightGather
@@ -25,7 +26,7 @@ from thinwire.integrations.link import Scaler
 from thinwire.integrations.stats import StepStats
 from thinwire.phases import Phases
 from thinwire.policy import PlanOptions
-from thinwire.state import REPLICAS, State
+from thinwire.state import REPLICAS, State, of_one_rank
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class ShardLink:
         self.state = State(phases.kept, shapes, driver.rank)
         self.buffers = BufferPool()
         # Groups work one after the other, weights and gradients, on the same memory: (numel of the largest,) float32.
-        numel = world_size * max((group.shard_numel for group in (*groups, *gathered)), default=0)
+        reduced = [group for group in groups if group.names in phases.reduced]
+        numel = world_size * max((group.shard_numel for group in (*reduced, *gathered)), default=0)
         self.work = torch.empty(numel, dtype=torch.float32)
         self.skipped_steps = 0
         self._failed: BaseException | None = None
@@ -136,25 +138,35 @@ class ShardLink:
         state = self.state.state_dict()
         return state if self.replicas is None else {**state, REPLICAS: self.replicas.state_dict(self.state.step)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take over what `state_dict` returned on the same rank.
+
+        Args:
+            state: what to take over.
+            strict: whether parameters and feedback must be the same as when it was saved. Else what `state` lacks
+                starts at zero, what is not kept here is dropped, and a warning names both. Alike on all ranks.
 
         Raises:
             StateError: it does not fit; nothing was changed.
         """
-        between = state.get(REPLICAS) if isinstance(state, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-        if (between is None) != (self.replicas is None):
-            expected = "without" if self.replicas is None else "with"
-            raise StateError(f"expected a state saved {expected} a replicate_group, got another")
+        state = of_one_rank(state)
+        between, replicas = state.get(REPLICAS), self.replicas
+        if (between is None) != (replicas is None):
+            expected = "without" if replicas is None else "with"
+            if strict:
+                raise StateError(f"expected a state saved {expected} a replicate_group, got another")
+            what = "dropped" if replicas is None else "starting at zero"
+            logging.getLogger("thinwire").warning("state loaded with strict=False: between replicas: %s", what)
         before = None
-        if self.replicas is not None and between is not None:
-            before = self.replicas.state_dict(self.state.step)
-            self.replicas.load_state_dict(between)
+        if replicas is not None:
+            before = replicas.state_dict(self.state.step)
+            ours = {**before, **{slot: {} for slot in Slot}} if between is None else between
+            replicas.load_state_dict(ours, strict=strict)
         try:
-            self.state.load_state_dict(state)
+            self.state.load_state_dict(state, strict=strict)
         except BaseException:
-            if self.replicas is not None and before is not None:
-                self.replicas.load_state_dict(before)
+            if replicas is not None and before is not None:
+                replicas.load_state_dict(before)
             raise
         self._pass, self._agreed = None, None
 

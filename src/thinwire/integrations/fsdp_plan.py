@@ -1,10 +1,12 @@
 """A plan for sharded models: partitions lie inside one rank's chunk of one parameter, and that rank owns them."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.aggregators import MessageLayout
+from thinwire.comm.process_group import DEPTH
 from thinwire.phases import Phases
 from thinwire.plan import Plan
 
@@ -75,6 +77,25 @@ class ShardPlan:
         """Memory of the residuals on every rank: float32, of whole gradients, whatever the number of ranks."""
         return self.gradients.residual_nbytes(0)
 
+    def work_nbytes(self, rank: int) -> int:
+        """Return about the most work memory that exchanges take on `rank`, but for those between replicas.
+
+        The largest group's gradients or weights, whole and in float32; buffers of as many messages as are under way at
+        once, each as large as the largest of its group; and copies by which the group's residuals can be put back.
+        With a GradScaler such copies are held of all groups, which this does not count.
+        """
+        flat, messages = 0, 0
+        for plan, groups in ((self.gradients, self.groups), (self.weights, self.weight_groups)):
+            for names in groups:
+                assert plan is not None
+                shapes = [plan.by_name[name].info.shape for name in names]
+                rows = sum(-(-shape[0] // plan.world_size) * math.prod(shape[1:]) for shape in shapes)
+                flat = max(flat, 4 * plan.world_size * rows)
+                sizes = [plan.message_nbytes(layout, rank) for layout in plan.messages(names)]
+                under_way = min(DEPTH, len(sizes)) * max(buffers for buffers, _ in sizes)
+                messages = max(messages, under_way + sum(copies for _, copies in sizes))
+        return flat + messages
+
     def lines(self) -> list[str]:
         """Return all that must agree between ranks, one fact a line."""
         weights = [] if self.weights is None else [f"weights: {line}" for line in self.weights.lines()]
@@ -98,7 +119,8 @@ class ShardPlan:
             f"{table}\n{self.gradients.world_size} ranks; {self.raw_nbytes:,} bytes of gradient, {busiest:,} sent per "
             f"step by the busiest rank in {len(self.groups)} compressed groups: {self.compression_ratio:.1f}x less "
             f"than their reduce-scatters; residuals take {self.residual_nbytes:,} bytes a rank, "
-            "twice that during a step with a GradScaler"
+            f"twice that during a step with a GradScaler; work memory up to about {self.work_nbytes(0):,}, for "
+            f"{DEPTH} messages under way"
         )
         if self.weights is None:
             return gradients + between

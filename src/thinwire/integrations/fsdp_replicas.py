@@ -68,8 +68,8 @@ class Replicas:
         self.state.step = step
         return {**self.state.state_dict(), **self._place}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on the same rank of the same replica.
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over what `state_dict` returned on the same rank of the same replica; `strict` as for `State`.
 
         Raises:
             StateError: it does not fit; nothing was changed.
@@ -77,7 +77,7 @@ class Replicas:
         for key, expected in self._place.items():
             if state.get(key) != expected:
                 raise StateError(f"state between replicas was saved with {key} {state.get(key)}, this is {expected}")
-        self.state.load_state_dict(state)
+        self.state.load_state_dict(state, strict=strict)
 
 
 def replica_group(group: "dist.ProcessGroup | DeviceMesh", shards: dist.ProcessGroup) -> dist.ProcessGroup:
