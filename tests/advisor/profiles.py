@@ -11,6 +11,7 @@ from thinwire.advisor.profile import (
     Kernels,
     KernelSpeed,
     LinkClass,
+    Overhead,
     Pair,
     Profile,
     TimedParameter,
@@ -47,6 +48,7 @@ def small_profile() -> Profile:
             ranks_per_machine=2,
             speeds=(KernelSpeed(recipe="int8", operation="encode", threads=1, s_per_nbyte=2e-10, partition_s=1e-6),),
         ),
+        overhead=Overhead(message_s=1e-4, round_s=4e-5, bucket_s=1e-5, copy_s_per_nbyte=1e-10),
         model="a small model",
         assumptions=("links inside a host are taken to be ten times as fast",),
     )

@@ -1,5 +1,6 @@
 """Profiles: what is written is read, and what cannot be is refused by name."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from profiles import small_profile
 
-from thinwire.advisor.profile import read_profile, write_profile
+from thinwire.advisor.profile import Overhead, read_profile, write_profile
 from thinwire.errors import ProfileError
 
 
@@ -21,7 +22,18 @@ def path(tmp_path: Path) -> Path:
 def test_reading_gives_what_was_written(path: Path) -> None:
     write_profile(small_profile(), path)
     assert read_profile(path) == small_profile()
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
+
+
+def test_a_profile_of_before_there_were_fixed_costs_says_what_it_lacks(path: Path) -> None:
+    profile = dataclasses.replace(small_profile(), overhead=Overhead())
+    write_profile(profile, path)
+    values = json.loads(path.read_text())
+    del values["overhead"]
+    path.write_text(json.dumps({**values, "schema": 1}))
+    read = read_profile(path)
+    assert read.assumptions[-1].startswith("messages and buckets cost nothing by themselves")
+    assert dataclasses.replace(read, assumptions=profile.assumptions) == profile
 
 
 def _set(*keys: str | int, to: Any) -> Callable[[Any], None]:
@@ -50,8 +62,9 @@ BAD = {
     "missing": (_delete("computation", "backward_s"), "computation.backward_s: expected this field, got none"),
     "missing below": (_delete("cluster", "exceptions", 0, "beta"), "cluster.exceptions[0].beta: expected this field"),
     "unknown": (_set("cluster", "nodes", to=2), "cluster.nodes: no such field; expected hosts, ranks_per_host"),
-    "schema": (_set("schema", to=2), "schema: expected 1, got 2"),
-    "no schema": (_delete("schema"), "schema: expected 1, got None"),
+    "schema": (_set("schema", to=3), "schema: expected 2, got 3"),
+    "no schema": (_delete("schema"), "schema: expected 2, got None"),
+    "time gained": (_set("overhead", "message_s", to=-1e-3), "overhead: message_s: expected a number of 0 or more"),
     "null": (_set("kernels", to=None), "kernels: expected an object, got null"),
     "list": (_set("cluster", "collectives", to={}), "cluster.collectives: expected a list, got an object"),
     "operation": (

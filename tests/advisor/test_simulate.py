@@ -11,7 +11,7 @@ from profiles import profile_of
 from thinwire.advisor.buckets import BUCKET_NBYTES, ddp_buckets
 from thinwire.advisor.closed_forms import overlapped_s
 from thinwire.advisor.collectives import ring_all_reduce_s, two_shot_s
-from thinwire.advisor.profile import CollectiveFit, Pair, Profile
+from thinwire.advisor.profile import CollectiveFit, Overhead, Pair, Profile
 from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Driving, Exchanged, Step, Stragglers, simulate
 from thinwire.advisor.traffic import traffic
 from thinwire.errors import ProfileError
@@ -201,6 +201,23 @@ def test_what_was_measured_of_a_collective_counts() -> None:
     assert run(measured, "dense").exposed_s == pytest.approx(0.5), "the processor is slower than the wire"
 
 
+@pytest.mark.parametrize("cores", [1, 8])
+def test_fixed_costs_count_by_messages_rounds_and_buckets(cores: int) -> None:
+    """Messages of two rounds in one bucket, on a network that takes no time; a dense one has none of the first."""
+    free = profile_of(ONE, forward_s=0.0, backward_s=0.0, alpha_s=0.0, beta=1e30, cores=cores)
+    overhead = Overhead(message_s=0.1, round_s=0.02, bucket_s=0.003, copy_s_per_nbyte=1e-9)
+    profile = dataclasses.replace(free, overhead=overhead)
+    ddp_s = 0.003 + 4 * 2**20 * 1e-9
+    (messages,) = exchanged(profile, "int8", 1e9).messages
+    assert run(profile, "int8", 1e9).exposed_s == pytest.approx(len(messages) * (0.1 + 2 * 0.02) + ddp_s)
+    assert run(profile, "dense", 1e9, ONE_STREAM).exposed_s == pytest.approx(ddp_s)
+    # With backward to hide behind, and a core to spare, all but the last bucket's do.
+    computing = profile_of(MANY, backward_s=10.0, alpha_s=0.0, beta=1e30, cores=8)
+    hidden = dataclasses.replace(computing, overhead=Overhead(message_s=0.1))
+    last = exchanged(hidden, "int8", 1.0).messages[-1]
+    assert run(hidden, "int8", 1.0).exposed_s == pytest.approx(0.1 * len(last))
+
+
 def test_stragglers_are_drawn_alike_and_cost_time() -> None:
     profile = profile_of(MANY, hosts=16)
     made = exchanged(profile, "int8")
@@ -221,6 +238,8 @@ def test_thousands_of_ranks() -> None:
         step = run(profile, recipe)
         assert step.sent_nbytes.shape == (4096,)
         assert step.step_s > step.compute_s
+    in_nodes = profile_of(((4096, 4096),) * 4, hosts=512, ranks_per_host=8)
+    assert run(in_nodes, "hier/int8").wire_s < run(in_nodes, "int8").wire_s / 7
 
 
 def test_buckets_are_ddps() -> None:

@@ -1,6 +1,7 @@
 """`Hierarchical`: means over ranks in nodes of any size, what is owed, flags, and what crosses between nodes."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from thinwire import (
     reshard_state,
 )
 from thinwire.aggregators import MEAN, Nodes, Partition, between_nodes_nbytes
+from thinwire.comm.node_round import NodeRound
+from thinwire.comm.rounds import SendRecv
 from thinwire.errors import PlanError, RecipeError
 from thinwire.plan import build_plan
 
@@ -173,15 +176,51 @@ def test_between_nodes_a_node_sends_what_one_rank_would() -> None:
         assert list(moves.moves) == sorted(moves.moves)
 
 
-def test_a_schedule_for_1024_ranks_is_arithmetic() -> None:
+def test_a_schedule_for_4096_ranks_is_arithmetic_of_a_few_numbers_a_rank() -> None:
     aggregator = Hierarchical(up=BlockQuant(bits=8), down=BlockQuant(bits=8), node_sizes=8)
     partitions = [
         Partition(name="w", dtype=torch.float32, offset=i, numel=1000, owner=i, aggregator=aggregator)
-        for i in range(1024)
+        for i in range(4096)
     ]
-    gather, push, pull, spread = Hierarchical.schedule(partitions, 1024)
-    assert (len(gather.moves), len(push.moves)) == (1024 * 7, 1024 * 127)
-    assert (len(pull.moves), len(spread.moves)) == (1024 * 127, 1024 * 7)
+    rounds = Hierarchical.schedule(partitions, 4096)
+    encoded = aggregator.up.nbytes(partitions[0].spec)
+    for one, peers in zip(rounds, (7, 511, 511, 7), strict=True):
+        assert isinstance(one, NodeRound)
+        assert len(one.sends(1234)) == len(one.receives(1234)) == peers
+        assert one.sent_nbytes_by_rank()[1234] == one.sent_nbytes(1234) >= peers * encoded
+        assert sum(one.sent_nbytes_by_rank()) == sum(one.received_nbytes_by_rank())
+
+
+@all_nodes
+def test_a_round_in_nodes_is_the_moves_that_it_stands_for(sizes: tuple[int, ...]) -> None:
+    """What a rank sends and receives, one move at a time and as sums over all ranks."""
+    world_size, nodes = sum(sizes), Nodes.sized(sizes)
+    by_source, by_target = (tuple(factor * (rank + 1) for rank in range(world_size)) for factor in (1, 100))
+    for way, own_first in itertools.product(("mates", "represented", "representatives"), (False, True)):
+        for given in (by_target, None):
+            one = NodeRound(nodes, way, by_source, given, own_first)
+            listed = SendRecv(tuple(one.moves), world_size)
+            assert list(listed.moves) == sorted(listed.moves)
+            assert one.sent_nbytes_by_rank() == listed.sent_nbytes_by_rank()
+            assert one.received_nbytes_by_rank() == [listed.received_nbytes(rank) for rank in range(world_size)]
+            for rank in range(world_size):
+                assert one.sends(rank) == listed.sends(rank)
+                assert one.receives(rank) == listed.receives(rank)
+                assert one.sent_nbytes(rank) == listed.sent_nbytes(rank)
+                node = nodes.of[rank]
+                targets = {
+                    "mates": set(nodes.ranks(node)) - {rank},
+                    "represented": {
+                        owner
+                        for owner in range(world_size)
+                        if nodes.of[owner] != node and nodes.representative(owner, node) == rank
+                    },
+                    "representatives": {nodes.representative(rank, n) for n in range(len(sizes)) if n != node},
+                }[way]
+                assert {target for target, _, _ in one.sends(rank)} == targets
+                if given is not None and one.sends(rank):
+                    own = by_source[rank] + by_target[rank] if own_first else 0
+                    assert one.sends(rank)[0][1] == own
 
 
 def test_dense_parameters_take_the_same_way() -> None:

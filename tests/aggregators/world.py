@@ -9,6 +9,7 @@ from torch import Tensor
 from thinwire import Plan, PlanOptions
 from thinwire.aggregators import Aggregator, Block, Dense, Message, MessageLayout, Partition
 from thinwire.comm.local import run_lock_step
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, SendRecv, Transfer
 from thinwire.plan import build_plan
 from thinwire.state import State
@@ -110,9 +111,9 @@ class World:
                 case AllGather(nbytes):
                     assert transfer.receive.numel() == sum(nbytes)
                     self.sent_nbytes[rank] += transfer.send.numel() * (self.world_size - 1)
-                case SendRecv(moves):
-                    assert transfer.receive.numel() == transfer.round.received_nbytes(rank)
-                    sent = [transfer.send[start:stop] for source, _, start, stop in moves if source == rank]
+                case SendRecv() | NodeRound() as moves:
+                    assert transfer.receive.numel() == moves.received_nbytes(rank)
+                    sent = [transfer.send[start:stop] for source, _, start, stop in moves.moves if source == rank]
                     self.sent_nbytes[rank] += sum(block.numel() for block in sent)
                 case AllReduce():
                     ring = transfer.send.numel() * transfer.send.element_size() * (self.world_size - 1)

@@ -1,15 +1,22 @@
 """`thinwire bench validate`: its figures from known times, its grid, and one small cell in the lab."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from thinwire.advisor.by_hand import hand_profile
 from thinwire.advisor.known import known_computation
-from thinwire.bench.validation import AGAIN, METHODS, Cell, grid, make_document, predict, rows_of
+from thinwire.advisor.profile import Profile
+from thinwire.bench import validation
+from thinwire.bench.validation import AGAIN, METHODS, Cell, grid, kept_or_measured, predict, rows_of, run_grid
+from thinwire.bench.validation_figures import make_document
 from thinwire.bench.validation_plot import scatter
+from thinwire.bench.validation_text import markdown, summary
 from thinwire.cli import main
+from thinwire.errors import LabError
 
 
 def _row(workload: str, recipe: str, predicted_s: float, measured_s: float) -> dict[str, object]:
@@ -34,6 +41,63 @@ def test_errors_floors_and_winners() -> None:
     assert scatter(document).startswith(b"\x89PNG")
 
 
+def _at(rate_bps: float, recipe: str, predicted_s: float, measured_s: float) -> dict[str, object]:
+    return {**_row("gpt", recipe, predicted_s, measured_s), "rate_bps": rate_bps}
+
+
+def test_cross_overs_lie_between_two_rates_by_log_of_the_ratio() -> None:
+    """int8 wins at 100 Mbit/s by e^0.1, and loses at 1 Gbit/s by e^0.1: halfway, in logarithms."""
+    step = math.exp(0.1)
+    rows = [
+        *(_at(1e8, "ddp", step, step), _at(1e8, "int8", 1.0, 1.0)),
+        *(_at(1e9, "ddp", 1.0, 1.0), _at(1e9, "int8", step**3, step)),
+    ]
+    (found,) = make_document(rows, {})["crossovers"]
+    assert (found["baseline"], found["recipe"]) == ("ddp", "int8")
+    assert found["measured_bps"] == pytest.approx(10**8.5)
+    assert found["predicted_bps"] == pytest.approx(10**8.25)
+    assert not make_document(rows, {})["held"]["crossovers"]
+    never = [{**row, "predicted_s": 1.0 if row["recipe"] == "ddp" else 0.5} for row in rows]
+    assert make_document(never, {})["crossovers"][0]["predicted_bps"] is None
+    within = [{**row, "floor": 0.2} for row in rows]
+    assert make_document(within, {})["crossovers"] == [], "no difference that is below the floor counts"
+
+
+def test_what_was_promised_is_held_against_the_figures() -> None:
+    good = make_document([_row("gpt", "ddp", 1.0, 1.05), _row("gpt", "int8", 0.5, 0.51)], {})
+    assert good["held"] == {"median_error": True, "p90_error": True, "winners": True, "crossovers": True}
+    bad = make_document([_row("gpt", "ddp", 0.4, 1.0), _row("gpt", "int8", 0.5, 0.9)], {})
+    assert bad["held"] == {"median_error": False, "p90_error": False, "winners": False, "crossovers": True}
+    noisy = make_document([{**row, "floor": 0.7} for row in bad["cells"]], {})
+    assert all(noisy["held"].values()), "nothing can be better than the same method twice"
+    assert "DOES NOT HOLD: median error at most 7 % or the floor" in list(summary(bad))
+    text = markdown(bad)
+    assert "| `gpt` | 4 | 100 Mbit/s | 1 s, -60 % | 900 ms, -44 % | 2.0 % | `int8` | `ddp` |" in text
+    assert "- holds: cross-over bandwidths within 15 %" in text
+
+
+def test_a_cell_that_is_kept_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(cell: Cell, timeout_s: float) -> dict[str, object]:
+        measured.append(cell.rate)
+        return told
+
+    told = _told(_profile())
+    monkeypatch.setattr(validation, "measure_cell", measure)
+    cells = list(grid(["replay:resnet50/8"], ["100mbit", "300mbit"], [2], methods=("ddp", "int8")))
+    seen: list[object] = []
+    first = run_grid(cells[:1], seen.append, timeout_s=1.0, folder=tmp_path)
+    both = run_grid(cells, seen.append, timeout_s=1.0, folder=tmp_path)
+    assert measured == ["100mbit", "300mbit"]
+    assert len(seen) == 3
+    assert both["cells"][:2] == first["cells"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{cell.name}.json" for cell in cells]
+    other = dataclasses.replace(cells[0], methods=("ddp", "int4"))
+    with pytest.raises(LabError, match=r"expected methods \['ddp', 'int4'\], got \['ddp', 'int8'\]"):
+        kept_or_measured(other, 1.0, tmp_path)
+
+
 def test_the_grid_leaves_out_what_would_take_minutes_a_step() -> None:
     cells = list(grid(["gpt", "replay:resnet50"], ["10mbit", "100mbit"], [2, 4]))
     assert [(cell.workload, cell.rate, cell.nodes) for cell in cells] == [
@@ -49,9 +113,9 @@ def test_the_default_grid_is_large_enough() -> None:
     assert len(METHODS) >= 5
 
 
-def test_rows_compare_medians_of_measured_steps_with_predictions(tmp_path: Path) -> None:
+def _profile() -> Profile:
     computation, _ = known_computation("resnet50/8", backward_s=0.02)
-    profile = hand_profile(
+    return hand_profile(
         computation,
         hosts=2,
         ranks_per_host=1,
@@ -60,15 +124,24 @@ def test_rows_compare_medians_of_measured_steps_with_predictions(tmp_path: Path)
         recipes=("dense:fp16", "int8"),
         model="small",
     )
-    cell = Cell(workload="replay:resnet50/8", nodes=2, rate="100mbit", methods=("ddp", "int8"))
-    cell.save(tmp_path / "cell.json")
-    assert Cell.load(tmp_path / "cell.json") == cell
+
+
+def _told(profile: Profile) -> dict[str, object]:
+    """What rank 0 says of a cell."""
     told = {
         "profile": {key: value for key, value in profile.as_dict().items() if key != "schema"},
         "step_s": {"ddp": [0.3, 0.1, 0.2], "int8": [0.05], AGAIN: [0.16]},
         "bucket_cap_mb": {"ddp": 4.0, "int8": 1.0, AGAIN: 4.0},
     }
-    ddp, int8 = rows_of(cell, json.loads(json.dumps(told)))
+    return json.loads(json.dumps(told))
+
+
+def test_rows_compare_medians_of_measured_steps_with_predictions(tmp_path: Path) -> None:
+    profile = _profile()
+    cell = Cell(workload="replay:resnet50/8", nodes=2, rate="100mbit", methods=("ddp", "int8"))
+    cell.save(tmp_path / "cell.json")
+    assert Cell.load(tmp_path / "cell.json") == cell
+    ddp, int8 = rows_of(cell, _told(profile))
     assert (ddp["measured_s"], int8["measured_s"]) == (0.2, 0.05)
     assert ddp["floor"] == int8["floor"] == pytest.approx(0.25)
     assert ddp["predicted_s"] == predict(profile, "ddp", 4.0)
@@ -108,11 +181,15 @@ def test_methods_that_cannot_be_validated(methods: str, said: str, capsys: pytes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_cell_in_the_lab(tmp_path: Path) -> None:
-    file, plot = tmp_path / "cells.json", tmp_path / "cells.png"
+    file, plot, table = (tmp_path / f"cells.{kind}" for kind in ("json", "png", "md"))
     cell = ["--workloads", "replay:resnet50/8", "--rates", "100mbit", "--hosts", "2", "--methods", "ddp,int8"]
-    assert main(["bench", "validate", *cell, "--steps", "3", "--json", str(file), "--plot", str(plot)]) == 0
+    files = ["--json", str(file), "--plot", str(plot), "--table", str(table), "--keep", str(tmp_path / "kept")]
+    assert main(["bench", "validate", *cell, "--steps", "3", *files]) == 0
     document = json.loads(file.read_text())
     assert [row["recipe"] for row in document["cells"]] == ["ddp", "int8"]
     assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in document["cells"])
     assert document["failed"] == {}
+    assert "`replay:resnet50/8`" in table.read_text()
+    assert main(["bench", "validate", *cell, "--steps", "3", *files]) == 0, "from what is kept"
+    assert json.loads(file.read_text()) == document
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -36,14 +36,16 @@ def path(profile: Profile, tmp_path: Path) -> Path:
 
 def test_the_document_is_the_documented_one(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "advice.json", tmp_path / "advice.html"
-    arguments = ["--recipes", "int8,topk:0.01,int4", "--json", str(file), "--page", str(page)]
+    arguments = ["--recipes", "int8,topk:0.01,int4,diloco:10:int8", "--json", str(file), "--page", str(page)]
     assert main(["advise", "--profile", str(path), "--model", "resnet50/4", *arguments]) == 0
     document = json.loads(file.read_text())
-    assert document["schema"] == 1
-    assert {plan["recipe"] for plan in document["plans"]} == {"dense", "dense:fp16", "fp16", "int8", "topk:0.01"}
+    assert document["schema"] == 2
+    every_step = {plan["recipe"] for plan in document["plans"] if plan["sync_every"] == 1}
+    assert every_step == {"dense", "dense:fp16", "fp16", "int8", "topk:0.01"}
+    assert {plan["recipe"] for plan in document["plans"]} - every_step == {"diloco:10:int8"}
     assert set(document["plans"][0]) == {
         *("recipe", "bucket_cap_mb", "step_s", "speedup_vs_ddp", "speedup_vs_16bit", "exposed_comm_s", "wire_nbytes"),
-        *("extra_memory_nbytes", "risk", "reason"),
+        *("extra_memory_nbytes", "risk", "reason", "sync_every"),
     }
     assert list(document["left_out"]) == ["int4"]  # not measured
     assert "measure it with thinwire probe" in document["left_out"]["int4"]
@@ -61,6 +63,7 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--hosts", "8", "--gpus-per-host", "2", "--rate", "100mbit", "--backward", "20ms", "--recipes", "int8"]
     assert main(["advise", "--model", str(shapes), *arguments, "--json", str(file)]) == 0
     document = json.loads(file.read_text())
+    assert any("a message takes" in sentence and "in one process" in sentence for sentence in document["assumptions"])
     assert any("latency is 50 µs" in sentence for sentence in document["assumptions"])
     assert "16 ranks" in document["on"] or "8 hosts of 2 ranks" in document["on"]
     assert "assumed:" in capsys.readouterr().out
@@ -78,6 +81,7 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "expected --profile FILE, or a cluster by hand"),
         (["--profile", "p.json", "--hosts", "2"], "expected either --profile or a cluster by hand"),
         (["--recipes", "int9"], "did you mean 'int8'"),
+        (["--recipes", "int8,streaming:4:2:4:int8"], "overlap: expected 0 to 3 steps"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

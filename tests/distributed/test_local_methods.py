@@ -10,6 +10,7 @@ from torch import nn
 from training import ALL, Tower, batch, digest, loss, seeded
 
 import thinwire
+from thinwire.algorithms.planned import planned
 from thinwire.errors import NonFiniteError
 
 WIDTH, DEPTH = 24, 3
@@ -179,6 +180,9 @@ def _delivers(rank, world_size, recipes):
         stats = outer.stats()
         assert (stats["steps"], stats["exchanges"]) == (6, 3)
         assert stats["wire_nbytes"] == outer.planned_nbytes() > 0
+        foreseen = planned("", "diloco", recipe, list(model.named_parameters()), world_size, sync_every=2, options=ALL)
+        rounds = [r for names in foreseen.parts for layout in foreseen.plan.messages(names) for r in layout.rounds]
+        assert sum(r.sent_nbytes(rank) for r in rounds) == outer.planned_nbytes(), "what advise foresees"
         outer.close()
 
 

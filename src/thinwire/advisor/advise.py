@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from thinwire.advisor.apart import Apart, simulate_apart
 from thinwire.advisor.findings import rate_text, time_text, warnings
 from thinwire.advisor.probe import RECIPES, plan_for
 from thinwire.advisor.profile import Cluster, Profile
@@ -15,12 +16,13 @@ from thinwire.compressors import Unbiased, is_exact
 from thinwire.errors import ProfileError, RecipeError
 from thinwire.plan import Plan, PlannedParam
 
-SCHEMA = 1
+SCHEMA = 2
 DENSE, SIXTEEN_BIT = "dense", ("dense:fp16", "fp16")
 BUCKET_CAPS_MB = (None, 1.0, 4.0, 8.0)
 """Of `DistributedDataParallel`; None is its default, 25 MiB after a first bucket of 1 MiB."""
 
 WORTH = 0.05  # a plan that is less than this faster than the best of 16 bits and dense is not worth having
+APART_STEPS = 10  # up to so many steps apart the risk is "medium", beyond "high"
 CLOSE = 0.02  # plans so near each other are equally fast: the one with the least risk is better
 
 Risk = Literal["none", "low", "medium", "high"]
@@ -32,7 +34,7 @@ class Advice:
     """One plan, and what is predicted of it.
 
     Attributes:
-        recipe: as `attach` takes it.
+        recipe: as `attach` takes it; of a local method its name.
         bucket_cap_mb: DDP's, the best of some; None is its default.
         step_s: seconds.
         speedup_vs_ddp: over plain DDP with its best bucket size.
@@ -41,8 +43,11 @@ class Advice:
         wire_nbytes: bytes that the busiest rank sends in a step.
         extra_memory_nbytes: of residuals and the like, on the rank that has most.
         risk: to accuracy: a class, by what is lost, not a measurement. none: exact. low: at most 1 % of the squared
-            norm, nothing kept. medium: noise, or two bits an element and more with error feedback. high: fewer bits.
+            norm, nothing kept. medium: noise, or two bits an element and more with error feedback, or up to ten steps
+            apart. high: fewer bits, or more steps apart.
         reason: why it is as fast as it is, in a sentence.
+        sync_every: optimizer steps from exchange to exchange; more than 1 only with local methods, of which all figures
+            are means over the steps.
     """
 
     recipe: str
@@ -55,6 +60,7 @@ class Advice:
     extra_memory_nbytes: int
     risk: Risk
     reason: str
+    sync_every: int = 1
 
 
 @dc.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +69,7 @@ class Report:
 
     Attributes:
         plans: the fastest first.
-        best: the one to take.
+        best: the one to take, of those that exchange in every step: others change the training itself.
         pays: whether it compresses.
         verdict: that in a sentence or two.
         free: what helps without compressing anything.
@@ -78,6 +84,11 @@ class Report:
     free: tuple[str, ...]
     left_out: dict[str, str]
     assumptions: tuple[str, ...]
+
+    @property
+    def every_step(self) -> tuple[Advice, ...]:
+        """Those that exchange in every step."""
+        return tuple(plan for plan in self.plans if plan.sync_every == 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
@@ -131,7 +142,11 @@ class Candidate:
 
 
 def advise(
-    profile: Profile, recipes: Sequence[str] = RECIPES, on_recipe: Callable[[str], None] = lambda recipe: None
+    profile: Profile,
+    recipes: Sequence[str] = RECIPES,
+    on_recipe: Callable[[str], None] = lambda recipe: None,
+    *,
+    apart: Sequence[Apart] = (),
 ) -> Report:
     """Predict a step with every recipe, each with the bucket size that suits it, and rank them.
 
@@ -139,6 +154,7 @@ def advise(
         profile: cluster, model, kernels.
         recipes: to compare, with `dense` and 16 bits, which are always among them.
         on_recipe: called before each is predicted.
+        apart: local methods to rank with them.
 
     Raises:
         RecipeError: an unknown recipe.
@@ -176,17 +192,52 @@ def advise(
                 reason=_reason(plan, step, steps[DENSE][1], profile),
             )
         )
-    plans.sort(key=lambda plan: (plan.step_s, RISKS.index(plan.risk)))
-    best = _choose(plans)
+    best = _choose(_ranked(plans))
+    for method in apart:
+        on_recipe(method.name)
+        try:
+            plans.append(_advice_apart(method, profile, dense_s, half_s))
+        except ProfileError as error:
+            left_out[method.name] = str(error)
+    plans = _ranked(plans)
     pays = best.recipe != DENSE
     return Report(
         plans=tuple(plans),
         best=best,
         pays=pays,
-        verdict=_verdict(best, plans, profile),
+        verdict=_verdict(best, [plan for plan in plans if plan.sync_every == 1], profile) + _apart(best, plans),
         free=tuple(_free(profile, candidates[DENSE], best, steps[DENSE])),
         left_out=left_out,
         assumptions=profile.assumptions,
+    )
+
+
+def _ranked(plans: Sequence[Advice]) -> list[Advice]:
+    return sorted(plans, key=lambda plan: (plan.step_s, RISKS.index(plan.risk)))
+
+
+def _advice_apart(apart: Apart, profile: Profile, dense_s: float, half_s: float) -> Advice:
+    step = simulate_apart(apart, profile)
+    each_s, meanwhile = step.exposed_s * apart.sync_every, ""
+    if apart.overlap:
+        meanwhile = f", while {apart.overlap} steps go on"
+    parts = "the model" if len(apart.parts) == 1 else f"each of {len(apart.parts)} parts of it"
+    numel = sum(param.info.numel for param in apart.plan.params)
+    steps_apart: Risk = "medium" if apart.sync_every <= APART_STEPS else "high"
+    risk = RISKS[max(RISKS.index(steps_apart), RISKS.index(risk_of(apart.plan)))]
+    return Advice(
+        recipe=apart.name,
+        bucket_cap_mb=None,
+        step_s=step.step_s,
+        speedup_vs_ddp=dense_s / step.step_s,
+        speedup_vs_16bit=half_s / step.step_s,
+        exposed_comm_s=step.exposed_s,
+        wire_nbytes=round(float(step.sent_nbytes.max())),
+        extra_memory_nbytes=apart.nbytes_per_element * numel
+        + max(apart.plan.residual_nbytes(rank) for rank in _ranks(apart.plan)),
+        risk=risk,
+        reason=f"exchanges {parts} once in {apart.sync_every} steps{meanwhile}, and waits {time_text(each_s)} in all",
+        sync_every=apart.sync_every,
     )
 
 
@@ -272,6 +323,19 @@ def _verdict(best: Advice, plans: Sequence[Advice], profile: Profile) -> str:
     if best.exposed_comm_s > computing:
         text += f" Even so {100 * best.exposed_comm_s / best.step_s:.0f} % of a step are spent waiting."
     return text
+
+
+def _apart(best: Advice, plans: Sequence[Advice]) -> str:
+    """Name the safest of the fastest local methods, where they are worth it."""
+    local = [plan for plan in plans if plan.sync_every > 1 and plan.step_s < (1 - WORTH) * best.step_s]
+    if not local:
+        return ""
+    close = [plan for plan in local if plan.step_s <= (1 + CLOSE) * local[0].step_s]
+    chosen = min(close, key=lambda plan: (plan.sync_every, RISKS.index(plan.risk), plan.step_s))
+    return (
+        f" If ranks may train apart for {chosen.sync_every} steps, {chosen.recipe} takes {time_text(chosen.step_s)} a "
+        f"step; that changes the training, so compare losses (risk: {chosen.risk})."
+    )
 
 
 def _free(profile: Profile, dense: Candidate, best: Advice, dense_best: tuple[float | None, Step]) -> list[str]:

@@ -1,10 +1,12 @@
 """A profile of a cluster that nobody has measured, from what its owner knows of it, with every assumption stated."""
 
+import datetime
 from collections.abc import Sequence
 
 from thinwire.advisor.kernel_speed import compressors_of, measure_exchange, measure_kernels
+from thinwire.advisor.overhead import measure_messages, one_rank
 from thinwire.advisor.probe import plan_for
-from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Profile
+from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Overhead, Profile
 from thinwire.aggregators import PowerSGD
 from thinwire.errors import ProfileError
 
@@ -65,10 +67,17 @@ def hand_profile(
     for plan in plans:
         if any(isinstance(param.aggregator, PowerSGD) and not param.reason for param in plan.params):
             speeds.append(measure_exchange(plan))
+    with one_rank() as group:
+        message_s, round_s = measure_messages(group, (), datetime.timedelta(minutes=1))
+    stated.append(
+        f"a message takes {1e6 * message_s:.0f} µs of a core and each of its rounds {1e6 * round_s:.0f} µs, as on this "
+        "machine in one process; what sockets add is not counted, nor are DDP's copies, which accelerators do"
+    )
     return Profile(
         cluster=cluster,
         computation=computation,
         kernels=Kernels(cores=cores, ranks_per_machine=ranks_per_host, speeds=tuple(speeds)),
+        overhead=Overhead(message_s=message_s, round_s=round_s),
         model=model,
         assumptions=tuple(stated),
     )

@@ -16,11 +16,13 @@ class Cores:
         beside: cores that the thread gets while backward runs.
         alone: and when it does not; at most one.
         backward: the speed of backward while the thread runs, 1 where there is a core to spare.
+        one: whether a rank has no more than one, which kernels, sockets and Python then share.
     """
 
     beside: float
     alone: float
     backward: float
+    one: bool
 
     @staticmethod
     def of(profile: Profile) -> "Cores":
@@ -32,7 +34,7 @@ class Cores:
         cores, busy = profile.kernels.cores / profile.kernels.ranks_per_machine, profile.computation.busy_cores
         beside = min(1.0, max(cores - busy, cores / (1 + max(busy, 1.0)))) if busy else min(1.0, cores)
         backward = min(1.0, (cores - beside) / busy) if busy else 1.0
-        return Cores(beside=beside, alone=min(1.0, cores), backward=backward)
+        return Cores(beside=beside, alone=min(1.0, cores), backward=backward, one=cores <= 1)
 
 
 class Backward:
@@ -66,6 +68,11 @@ class Backward:
                     seconds[hit] = 0.0
         self._to_come = [(when, seconds) for when, seconds in self._to_come if seconds.any()]
         return at
+
+    def interrupt(self, at: Numbers, seconds: float) -> Numbers:
+        """Let the thread of backward do something else for so long, wherever it has come; return when it goes on."""
+        self._lost += seconds
+        return at + seconds
 
     def beside(self, start: Numbers, core_s: Numbers) -> Numbers:
         """Return how long so many core-seconds take from `start` on, and note what backward loses by them."""

@@ -21,7 +21,7 @@ def cells(plan: Advice) -> list[str]:
     """Return one line of the table."""
     return [
         plan.recipe,
-        "default" if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:g}",
+        "-" if plan.sync_every > 1 else "default" if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:g}",
         time_text(plan.step_s),
         f"{plan.speedup_vs_ddp:.2f}",
         f"{plan.speedup_vs_16bit:.2f}",

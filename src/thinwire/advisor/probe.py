@@ -15,9 +15,10 @@ from torch import nn
 from thinwire.advisor import document
 from thinwire.advisor.collective_speed import measure_collectives
 from thinwire.advisor.kernel_speed import compressors_of, measure_exchange, measure_kernels
+from thinwire.advisor.overhead import measure_buckets, measure_messages
 from thinwire.advisor.pairs import link_class, measure_pairs
 from thinwire.advisor.places import Place, all_places, ranks_by_host
-from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Pair, Profile
+from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Overhead, Pair, Profile
 from thinwire.advisor.timeline import measure_computation
 from thinwire.aggregators import PowerSGD
 from thinwire.comm.meeting import check_reachable
@@ -33,6 +34,9 @@ RECIPES = ("dense:fp16", "fp16", "int8", "int4", "onebit", "topk:0.01", "powersg
 
 NODE_RECIPES = ("hier/int8", "hier:fp16/int4")
 """As `RECIPES`, where hosts have several ranks."""
+
+APART_RECIPES = ("int8", "e3m0")
+"""What local methods are compared with, beside "dense"."""
 
 INSIDE_RANKS = 4  # of one host, between which its inner links are measured
 
@@ -92,8 +96,17 @@ def profile(
         computation = _measure_computation(model, step, steps, own)
         on_stage("kernels")
         kernels = _measure_kernels(computation, cluster, recipes, threads, own)
+        on_stage("fixed costs")
+        on_cpu = next(model.parameters()).device.type == "cpu"  # where accelerators copy, it is in no time
+        as_views = bool(getattr(model, "gradient_as_bucket_view", False))
+        overhead = _measure_overhead(cluster, group, own, timeout, as_views=as_views if on_cpu else None)
     return Profile(
-        cluster=cluster, computation=computation, kernels=kernels, model=name, assumptions=tuple(assumptions)
+        cluster=cluster,
+        computation=computation,
+        kernels=kernels,
+        overhead=overhead,
+        model=name,
+        assumptions=tuple(assumptions),
     )
 
 
@@ -109,15 +122,19 @@ def probe_cluster(
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Profile:
     """As `profile`, with a computation that is known: of a table, say."""
-    with _open(common_group(None), timeout) as (store, own, mesh):
+    group = common_group(None)
+    with _open(group, timeout) as (store, own, mesh):
         on_stage("links")
         cluster, found = _measure_cluster(all_places(store, own), own, mesh, target, on_stage)
         on_stage("kernels")
         kernels = _measure_kernels(computation, cluster, recipes, threads, own)
+        on_stage("fixed costs")
+        overhead = _measure_overhead(cluster, group, own, timeout, as_views=None)
     return Profile(
         cluster=cluster,
         computation=computation,
         kernels=kernels,
+        overhead=overhead,
         model=name,
         assumptions=(*assumptions, *found),
     )
@@ -233,7 +250,7 @@ def _measure_kernels(
     computation: Computation, cluster: Cluster, recipes: Sequence[str], threads: int, group: dist.ProcessGroup
 ) -> Kernels:
     """Measure on rank 0, alone: others would take its cores where they share them."""
-    recipes = default_recipes(cluster.ranks_per_host) if recipes == RECIPES else recipes
+    recipes = (*default_recipes(cluster.ranks_per_host), *APART_RECIPES) if recipes == RECIPES else recipes
     plans = [plan for recipe in recipes if (plan := plan_for(computation, cluster, recipe)) is not None]
 
     def measure() -> Kernels:
@@ -249,6 +266,19 @@ def _measure_kernels(
         )
 
     return _from_all(group, Kernels, measure if group.rank() == 0 else None)[0]
+
+
+def _measure_overhead(
+    cluster: Cluster, group: dist.ProcessGroup, own: dist.ProcessGroup, timeout: float, *, as_views: bool | None
+) -> Overhead:
+    """Measure messages on all ranks, then DDP's buckets on rank 0, if gradients lie on the CPU (`as_views` or not)."""
+    message_s, round_s = measure_messages(group, cluster.collectives, datetime.timedelta(seconds=timeout))
+
+    def measure() -> Overhead:
+        bucket_s, copy_s = (0.0, 0.0) if as_views is None else measure_buckets(as_views=as_views)
+        return Overhead(message_s=message_s, round_s=round_s, bucket_s=bucket_s, copy_s_per_nbyte=copy_s)
+
+    return _from_all(own, Overhead, measure if own.rank() == 0 else None)[0]
 
 
 def plan_for(computation: Computation, cluster: Cluster, recipe: str) -> Plan | None:

@@ -6,7 +6,7 @@ Seconds, bytes and plain numbers only. Rates are bytes of payload per second.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,8 @@ from thinwire.advisor import document
 from thinwire.errors import ProfileError
 from thinwire.spec import BlockSpec
 
-SCHEMA = 1
+SCHEMA = 2
+WITHOUT_OVERHEAD = 1  # the schema before, which knew no `Overhead`
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "send_recv"]
 KernelOperation = Literal["encode", "encode_feedback", "decode", "accumulate", "exchange"]
@@ -260,6 +261,26 @@ class Kernels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Overhead:
+    """Processor seconds of one rank that neither kernels nor collectives account for, however few the bytes.
+
+    Attributes:
+        message_s: per message, of thinwire's driver: Python, and changes of threads.
+        round_s: per round of a message, likewise.
+        bucket_s: of DDP, per bucket.
+        copy_s_per_nbyte: of DDP, per byte of gradient that it copies into a bucket and back.
+    """
+
+    message_s: float = 0.0
+    round_s: float = 0.0
+    bucket_s: float = 0.0
+    copy_s_per_nbyte: float = 0.0
+
+    def __post_init__(self) -> None:
+        document.at_least_0(self, "message_s", "round_s", "bucket_s", "copy_s_per_nbyte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """A cluster, a model on it, and the kernels of its machines.
 
@@ -267,6 +288,7 @@ class Profile:
         cluster: hosts and links.
         computation: of the model.
         kernels: of a machine.
+        overhead: fixed costs of exchanging.
         model: what the computation is of, in words.
         assumptions: what was not measured but taken for granted, each a sentence.
     """
@@ -274,6 +296,7 @@ class Profile:
     cluster: Cluster
     computation: Computation
     kernels: Kernels
+    overhead: Overhead = Overhead()
     model: str = ""
     assumptions: tuple[str, ...] = ()
 
@@ -308,13 +331,17 @@ def write_profile(profile: Profile, path: Path) -> None:
 def read_profile(path: Path) -> Profile:
     """Read what `write_profile` wrote, or someone by hand.
 
+    In profiles of schema 1 fixed costs are missing, which then becomes one of their assumptions.
+
     Raises:
         ProfileError: no such file, not JSON, another schema, a field missing or unknown, or a value that cannot be; the
             message names file and field.
     """
     values = document.read(path)
-    if values.get("schema") != SCHEMA:
-        raise ProfileError(
-            f"{path}: schema: expected {SCHEMA}, got {values.get('schema')!r}; make it anew with thinwire probe"
-        )
-    return document.parse(Profile, {key: value for key, value in values.items() if key != "schema"}, str(path))
+    if (schema := values.get("schema")) not in (WITHOUT_OVERHEAD, SCHEMA):
+        raise ProfileError(f"{path}: schema: expected {SCHEMA}, got {schema!r}; make it anew with thinwire probe")
+    profile = document.parse(Profile, {key: value for key, value in values.items() if key != "schema"}, str(path))
+    if schema == SCHEMA:
+        return profile
+    missing = "messages and buckets cost nothing by themselves, as this profile of schema 1 does not say"
+    return replace(profile, assumptions=(*profile.assumptions, missing))

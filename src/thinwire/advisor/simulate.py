@@ -33,19 +33,22 @@ class Driving:
         lanes: in each set.
         depth: exchanges under way at once.
         overlap: whether exchanges begin while backward still runs; else all of them after it.
+        python: whether thinwire's driver runs them, whose messages and rounds cost what the profile says; collectives
+            of a backend do not.
     """
 
     lane_sets: int = 2
     lanes: int = 2
     depth: int = 6
     overlap: bool = True
+    python: bool = True
 
 
 THINWIRE = Driving()
 """`OverlappedDriver` as `attach` makes it."""
-ONE_STREAM = Driving(lane_sets=1, lanes=1)
+ONE_STREAM = Driving(lane_sets=1, lanes=1, python=False)
 """One collective after the other, in order, as backends run DDP's own."""
-AFTER_BACKWARD = Driving(lane_sets=1, lanes=1, overlap=False)
+AFTER_BACKWARD = Driving(lane_sets=1, lanes=1, overlap=False, python=False)
 """As research code runs compression, which else competes with backward for the same accelerator."""
 
 
@@ -199,7 +202,7 @@ class _Run:
         step: int,
     ) -> None:
         self.exchanged, self.driving = exchanged, driving
-        self.cluster, self.computation = profile.cluster, profile.computation
+        self.cluster, self.computation, self.overhead = profile.cluster, profile.computation, profile.overhead
         self.links = Links(profile.cluster)
         num_ranks = self.cluster.world_size
         factors = np.ones(num_ranks) if stragglers is None else stragglers.factors(num_ranks, step)
@@ -208,7 +211,8 @@ class _Run:
         each = self.cluster.ranks_per_host
         self.ranks = (self.hosts[:, None] * each + np.arange(each)).ravel()
         self.slow = factors[self.ranks]
-        self.backward = Backward(self.computation, self.slow, Cores.of(profile))
+        self.cores = Cores.of(profile)
+        self.backward = Backward(self.computation, self.slow, self.cores)
         self.thread = Occupancy(len(self.ranks))
         self.out, self.into = Occupancy(len(self.hosts)), Occupancy(len(self.hosts))
         self.out_inside, self.into_inside = Occupancy(len(self.ranks)), Occupancy(len(self.ranks))
@@ -245,10 +249,12 @@ class _Run:
         sent = np.zeros(self.cluster.world_size)
         codec_s = np.zeros(num_ranks)
         under_way = np.zeros((self.driving.depth, num_ranks))  # when each exchange of the last few is done
-        last = np.zeros(num_ranks)
+        arrived: list[Numbers] = []  # when each bucket's messages are all done
         number = 0
         for bucket, messages in zip(self.exchanged.buckets, self.exchanged.messages, strict=True):
             ready = self.backward.reached(bucket.ready_s if self.driving.overlap else computation.backward_s)
+            ready = self.backward.interrupt(ready, self._bucket_s(bucket))
+            arrived.append(ready)
             for message in messages:
                 place = under_way.argmin(axis=0)  # the next begins when one ends
                 begin = np.maximum(ready, under_way[place, np.arange(num_ranks)])
@@ -256,12 +262,14 @@ class _Run:
                     occupancy.forget(float(begin.min()))
                 done = self._exchange(message, begin, number)
                 under_way[place, np.arange(num_ranks)] = done
-                last = np.maximum(last, done)
+                arrived[-1] = np.maximum(arrived[-1], done)
                 sent += sum(t.sent for t in message.traffic(self.cluster))
                 codec_s += sum(seconds[self.ranks] for seconds in message.work)
                 number += 1
-        backward_end = self.backward.reached(computation.backward_s)
-        end = float((np.maximum(backward_end, last) + computation.optimizer_s * self.slow).max())
+        back = self.backward.reached(computation.backward_s)
+        for bucket, done in zip(self.exchanged.buckets, arrived, strict=True):  # DDP waits for one after the other
+            back = np.maximum(back, done) + self._copy_s(bucket)
+        end = float((back + computation.optimizer_s * self.slow).max())
         compute_s = float((computation.compute_s * self.slow).max())
         return Step(
             step_s=end,
@@ -274,14 +282,23 @@ class _Run:
 
     def _exchange(self, message: Sized, begin: Numbers, number: int) -> Numbers:
         """Run one message; return when each rank has its mean."""
-        time = begin
+        time, overhead = begin, self.overhead
         for position, seconds in enumerate(message.work):
+            if self.driving.python:
+                seconds = seconds + (overhead.round_s if position else overhead.message_s)
             time = self._run_kernels(time, seconds[self.ranks])
             if position < len(message.rounds):
                 lane = self.lanes[position % self.driving.lane_sets, number % self.driving.lanes]
                 time = self._travel(message, position, np.maximum(time, lane))
                 lane[:] = time
         return time
+
+    def _copy_s(self, bucket: Bucket) -> float:
+        """Seconds for which DDP copies into a bucket, and as many back: in the thread that runs backward."""
+        return self.overhead.copy_s_per_nbyte * bucket.nbytes / 2 / self.cores.alone
+
+    def _bucket_s(self, bucket: Bucket) -> float:
+        return self.overhead.bucket_s / self.cores.alone + self._copy_s(bucket)
 
     def _run_kernels(self, time: Numbers, core_s: Numbers) -> Numbers:
         """Encode or decode in the one thread for it, which shares the cores with backward."""
@@ -307,5 +324,6 @@ class _Run:
             done = np.maximum(done, np.maximum(come, left.max()))
         done = done + cost.alpha_s
         if cost.core_s.any():  # system calls and copies
-            done = np.maximum(done, start + self.backward.beside(start, cost.core_s[self.ranks]))
+            seconds = self.backward.beside(start, cost.core_s[self.ranks])
+            done = np.maximum(done, self.thread.take(start, seconds) if self.cores.one else start + seconds)
         return done

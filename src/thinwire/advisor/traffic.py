@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from thinwire.advisor.occupancy import Numbers
 from thinwire.advisor.profile import Cluster, Operation
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
 from thinwire.errors import ThinwireError
 
@@ -72,6 +73,10 @@ def traffic(round_: Round, hosts: int, ranks_per_host: int) -> Traffic:
             )
         case SendRecv():
             return _send_recv(round_, hosts, ranks_per_host)
+        case NodeRound() if set(round_.nodes.sizes) == {ranks_per_host}:
+            return _node_round(round_, hosts)
+        case NodeRound():  # nodes are not hosts: a move of either kind may cross
+            return _send_recv(SendRecv(tuple(round_.moves), num_ranks), hosts, ranks_per_host)
         case Push() | Pull():
             raise ThinwireError(_SERVERS)
 
@@ -106,6 +111,22 @@ def _send_recv(moves: SendRecv, hosts: int, ranks_per_host: int) -> Traffic:
     )
 
 
+def _node_round(round_: NodeRound, hosts: int) -> Traffic:
+    """Of nodes that are hosts: either all of it crosses or nothing."""
+    sent, received = (
+        np.array(nbytes, np.float64) for nbytes in (round_.sent_nbytes_by_rank(), round_.received_nbytes_by_rank())
+    )
+    inside = round_.way == "mates"
+    return Traffic(
+        operation="send_recv",
+        sent=sent,
+        out=sent.reshape(hosts, -1).sum(axis=1) * (not inside),
+        into=received.reshape(hosts, -1).sum(axis=1) * (not inside),
+        out_inside=sent * inside,
+        into_inside=received * inside,
+    )
+
+
 def by_place(places: NDArray[np.int64], numbers: Numbers, num: int) -> Numbers:
     """Return (num,) sums of the numbers that have the same place."""
     return np.bincount(places, numbers, num).astype(np.float64)
@@ -122,7 +143,8 @@ def pair_nbytes(round_: Round, source: int, target: int, cluster: Cluster) -> fl
             return float(each * sum(nbytes[rank] for rank in sources))
         case AllReduce():
             return float(round_.sent_nbytes(0)) if target == (source + 1) % cluster.hosts else 0.0
-        case SendRecv(moves):
-            return float(sum(stop - start for s, t, start, stop in moves if s in sources and t in targets))
+        case SendRecv() | NodeRound():
+            moves = [move for rank in sources for move in round_.sends(rank)]
+            return float(sum(stop - start for rank, start, stop in moves if rank in targets))
         case Push() | Pull():
             raise ThinwireError(_SERVERS)

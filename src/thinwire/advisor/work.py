@@ -108,13 +108,13 @@ class _Cost:
         nodes = Nodes.sized(settings.node_sizes)
         inside, decode_inside = (self._each(op, lambda p: p.aggregator.inner) for op in ("encode", "decode"))
         up, accumulate = self._each("encode", _up), self._each("accumulate", _up)
-        away, stands = self.nothing.copy(), self.nothing.copy()
-        for node, size in enumerate(nodes.sizes):
-            chosen = np.array([nodes.representative(owner, node) for owner in self._owners])
-            own = by_place(chosen, inside, layout.world_size)
-            ranks = slice(nodes.firsts[node], nodes.firsts[node] + size)
-            away[ranks] += inside.sum() - own[ranks]
-            stands += by_place(chosen, (size - 1) * decode_inside + up, layout.world_size)
+        sizes, firsts, places = np.array(nodes.sizes), np.array(nodes.firsts), nodes.places[self._owners]
+        # (num_partitions, num_nodes): who stands for each node; in the owner's the owner itself.
+        chosen = firsts + places[:, None] % sizes
+        own = by_place(chosen.ravel(), np.repeat(inside, len(sizes)), layout.world_size)
+        away = inside.sum() - own
+        summed = (sizes - 1) * decode_inside[:, None] + up[:, None]
+        stands = by_place(chosen.ravel(), summed.ravel(), layout.world_size)
         owned = by_place(self._owners, len(nodes.sizes) * accumulate + self._each("encode", _down), layout.world_size)
         return [away, stands, owned, self.nothing, self.all_of("decode", _down)]
 

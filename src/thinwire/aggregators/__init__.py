@@ -16,7 +16,6 @@ from thinwire.aggregators.message import MEAN as MEAN
 from thinwire.aggregators.message import Block as Block
 from thinwire.aggregators.message import Message as Message
 from thinwire.aggregators.message import Section as Section
-from thinwire.aggregators.nodes import Nodes as Nodes
 from thinwire.aggregators.power_sgd import PowerSGD as PowerSGD
 from thinwire.aggregators.push_pull import PushPull as PushPull
 from thinwire.aggregators.reduce_scatter import ReduceScatter as ReduceScatter
@@ -26,3 +25,4 @@ from thinwire.aggregators.staging import work_memory as work_memory
 from thinwire.aggregators.sum_on_wire import SumOnWire as SumOnWire
 from thinwire.aggregators.tree import TreeReduce as TreeReduce
 from thinwire.aggregators.two_shot import TwoShot as TwoShot
+from thinwire.comm.nodes import Nodes as Nodes

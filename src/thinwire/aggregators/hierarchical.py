@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,9 @@ from thinwire.aggregators.checks import (
 from thinwire.aggregators.division import divide_
 from thinwire.aggregators.header import header_nbytes, read_header
 from thinwire.aggregators.message import MEAN, Message, Section
-from thinwire.aggregators.nodes import Nodes, sizes_for
-from thinwire.comm.rounds import Exchange, SendRecv, Transfer
+from thinwire.comm.node_round import NodeRound
+from thinwire.comm.nodes import Nodes, sizes_for
+from thinwire.comm.rounds import Exchange, Transfer
 from thinwire.compressors import Cast, Compressor, Identity, is_exact
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback, Feedback, Slot
@@ -139,33 +141,21 @@ class Hierarchical(Aggregator):
         """Blocks for representatives, owners, representatives again, and the ranks of a node. Each has a header."""
         names = tuple(dict.fromkeys(partition.name for partition in partitions))
         way = _Way.of(partitions, header_nbytes(len(names)), world_size)
-        nodes, ranks = way.nodes, range(world_size)
-        gather: list[tuple[int, int, int, int]] = []
-        push: list[tuple[int, int, int, int]] = []
-        for rank in ranks:
-            node = nodes.of[rank]
-            gather += _cut(rank, [(r, way.inner_nbytes[r]) for r in nodes.ranks(node) if r != rank])
-        represented = [[rank] for rank in ranks]  # as `Nodes.represented`, of all ranks in one pass
-        for owner in ranks:
-            for node in range(len(nodes.sizes)):
-                if node != nodes.of[owner]:
-                    represented[nodes.representative(owner, node)].append(owner)
-        for rank in ranks:
-            # The rank's own block comes first in its buffer, and stays.
-            moves = _cut(rank, [(owner, way.up_block(nodes.of[rank], owner)) for owner in represented[rank]])
-            push += moves[1:]
-        pull = [
-            (owner, nodes.representative(owner, node), 0, way.down_nbytes[owner])
-            for owner in ranks
-            for node in range(len(nodes.sizes))
-            if node != nodes.of[owner]
-        ]
-        totals = [sum(way.down_nbytes[owner] for owner in owners) for owners in represented]
-        spread = [(rank, r, 0, totals[rank]) for rank in ranks for r in nodes.ranks(nodes.of[rank]) if r != rank]
+        nodes = way.nodes
+        inner, up, down = (tuple(sizes) for sizes in (way.inner_nbytes, way.up_nbytes, way.down_nbytes))
+        own = np.array(down)
+        held = tuple((own + nodes.over_represented(own)).tolist())
+        headers = tuple((way.header * (nodes.mates + 1)).tolist())  # as in `up_block`
+        rounds = (
+            NodeRound(nodes, "mates", (0,) * world_size, inner),
+            NodeRound(nodes, "represented", headers, up, own_first=True),
+            NodeRound(nodes, "representatives", down),
+            NodeRound(nodes, "mates", held),
+        )
         return MessageLayout(
             partitions=tuple(partitions),
             world_size=world_size,
-            rounds=tuple(SendRecv(tuple(moves), world_size) for moves in (gather, push, pull, spread)),
+            rounds=rounds,
             names=names,
             header_nbytes=header_nbytes(len(names)),
             up=way.up,
@@ -178,9 +168,9 @@ class Hierarchical(Aggregator):
         """Sum inside the node, mean between representatives, hand the owners' bytes on."""
         layout, rank, world_size = message.layout, message.rank, message.layout.world_size
         gather, push, pull, spread = layout.rounds
-        assert isinstance(gather, SendRecv)
-        assert isinstance(push, SendRecv)
-        assert isinstance(spread, SendRecv)
+        assert isinstance(gather, NodeRound)
+        assert isinstance(push, NodeRound)
+        assert isinstance(spread, NodeRound)
         way = layout.details
         assert isinstance(way, _Way)
         if not message.sections:
@@ -277,12 +267,6 @@ def _nodes(aggregator: Hierarchical, world_size: int) -> Nodes:
     sizes = aggregator.for_world(world_size).node_sizes
     assert isinstance(sizes, tuple)
     return Nodes.sized(sizes)
-
-
-def _cut(source: int, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """Return the moves of (target, size) that lie one after another."""
-    ends = list(itertools.accumulate(nbytes for _, nbytes in blocks))
-    return [(source, target, end - nbytes, end) for (target, nbytes), end in zip(blocks, ends, strict=True)]
 
 
 def _with_own(blocks: list[Tensor], place: int, own: Tensor) -> list[Tensor]:

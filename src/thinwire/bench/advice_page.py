@@ -52,7 +52,7 @@ def _bars(report: Report, profile: Profile) -> bytes:
 def _against_rate(report: Report, profile: Profile) -> bytes:
     figure, axes = _figure(7.6, 4.4)
     colours = _colours(report)
-    lines = sweep(profile, [plan.recipe for plan in report.plans], FACTORS)
+    lines = sweep(profile, [plan.recipe for plan in report.every_step], FACTORS)
     for recipe, points in lines.items():
         rates, seconds = [8e-6 * rate for rate, _ in points], [1e3 * step_s for _, step_s in points]
         axes.plot(rates, seconds, color=colours[recipe], label=recipe, linewidth=1.6)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.arithmetic import ring_nbytes
 from thinwire.bench.settings import LocalName, split_local
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
 from thinwire.errors import ScheduleError
 
@@ -168,8 +169,9 @@ def leaving_nbytes(rounds: Iterable[Round], node: int, ranks_per_node: int) -> i
                 total += len(ours) * sum(n for rank, n in enumerate(nbytes) if rank not in ours)
             case AllGather(nbytes):
                 total += (len(nbytes) - len(ours)) * sum(nbytes[rank] for rank in ours)
-            case SendRecv(moves):
-                total += sum(end - start for a, b, start, end in moves if a in ours and b not in ours)
+            case SendRecv() | NodeRound():
+                moves = [move for rank in ours for move in one.sends(rank)]
+                total += sum(stop - start for target, start, stop in moves if target not in ours)
             case AllReduce():  # a ring: the last rank of a host sends to the first one of the next
                 total += one.sent_nbytes(ours[-1]) if len(ours) < one.world_size else 0
             case Push() | Pull():

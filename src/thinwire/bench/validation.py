@@ -1,15 +1,10 @@
-"""Predicted against measured: cells of (workload, hosts, rate), each with several methods in turn, step by step.
-
-The document's figures, over all methods of all cells, with p predicted and m measured seconds of a step:
-
-    error  = |p / m - 1|
-    floor  = |m / m' - 1| of one method that runs twice in a cell, as two methods: what no prediction can be better than
-"""
+"""Predicted against measured: cells of (workload, hosts, rate), each with several methods in turn, step by step."""
 
 import dataclasses as dc
 import itertools
 import json
 import queue
+import re
 import sys
 import tempfile
 from collections import deque
@@ -21,10 +16,10 @@ from thinwire.advisor import document as documents
 from thinwire.advisor.profile import Profile
 from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Exchanged, simulate
 from thinwire.bench.measure import median
+from thinwire.bench.validation_figures import make_document
 from thinwire.errors import LabError, ProfileError
 from thinwire.lab import open_network, parse_rate
 
-SCHEMA = 1
 TWICE = "ddp"  # the method that runs twice
 AGAIN = "ddp (again)"
 METHODS = ("ddp", "ddp-fp16", "int8", "int4", "topk:0.01")
@@ -41,7 +36,8 @@ class Cell:
         nodes: emulated hosts.
         rate: of each host's link.
         methods: to measure, one step each in turn.
-        steps: of each method that count, after some that do not.
+        steps: of each method that count, after some that do not, at most.
+        steps_s: seconds after which no further step is begun, if two have counted; long steps need fewer.
     """
 
     workload: str
@@ -49,6 +45,7 @@ class Cell:
     rate: str
     methods: tuple[str, ...] = METHODS
     steps: int = 8
+    steps_s: float = 40.0
 
     def save(self, path: Path) -> None:
         """Write it as JSON, for the ranks."""
@@ -59,6 +56,11 @@ class Cell:
         """Read what `save` wrote."""
         values = json.loads(path.read_text())
         return cls(**{**values, "methods": tuple(values["methods"])})
+
+    @property
+    def name(self) -> str:
+        """In a file's name, and for messages."""
+        return re.sub(r"[^\w.]+", "-", f"{self.workload} {self.nodes} {self.rate}")
 
 
 def grid(workloads: Sequence[str], rates: Sequence[str], nodes: Sequence[int], **settings: Any) -> Iterator[Cell]:
@@ -83,8 +85,8 @@ def predict(profile: Profile, method: str, bucket_cap_mb: float) -> float:
     return simulate(exchanged, profile, driving=ONE_STREAM if plan.is_dense else THINWIRE).step_s
 
 
-def run_cell(cell: Cell, timeout_s: float) -> list[dict[str, Any]]:
-    """Measure a profile and steps in the lab; return a row per method.
+def measure_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
+    """Measure a profile and steps in the lab; return what `rows_of` takes.
 
     Raises:
         LabError: no emulated network can be had, a rank failed, or time ran out.
@@ -108,7 +110,28 @@ def run_cell(cell: Cell, timeout_s: float) -> list[dict[str, Any]]:
         result = network.start(argv, env={}, on_line=on_line).wait(timeout=timeout_s)
     if not result.ok or found.empty():
         raise LabError("\n".join([f"{cell.workload} at {cell.rate} on {cell.nodes} hosts: {result.message}", *lines]))
-    return rows_of(cell, found.get())
+    return found.get()
+
+
+def kept_or_measured(cell: Cell, timeout_s: float, folder: Path | None) -> dict[str, Any]:
+    """Return what was measured of a cell: now, or before, if `folder` keeps it. It is kept there.
+
+    Predictions are not kept: they are made anew from the profile that is.
+
+    Raises:
+        LabError: as `measure_cell`, or the file is of other methods.
+    """
+    if folder is None:
+        return measure_cell(cell, timeout_s)
+    path = folder / f"{cell.name}.json"
+    if path.exists():
+        kept = documents.read(path)
+        if kept.get("methods") != list(cell.methods):
+            raise LabError(f"{path}: expected methods {list(cell.methods)}, got {kept.get('methods')}: keep them apart")
+        return kept
+    told = {"methods": list(cell.methods), **measure_cell(cell, timeout_s)}
+    documents.write(told, path)
+    return told
 
 
 def rows_of(cell: Cell, told: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -131,43 +154,14 @@ def rows_of(cell: Cell, told: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def make_document(cells: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the document of all rows; see docs/advise.md."""
-    errors = sorted(abs(row["predicted_s"] / row["measured_s"] - 1) for row in cells)
-    floors = [row["floor"] for row in cells]
-    return {
-        "schema": SCHEMA,
-        "cells": [dict(row) for row in cells],
-        "median_error": median(errors) if errors else None,
-        "p90_error": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
-        "median_floor": median(floors) if floors else None,
-        "winners": winners(cells),
-        "failed": dict(failed),
-    }
-
-
-def winners(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, by cell, which method was fastest, which was predicted to be, and what its choice costs."""
-    found: list[dict[str, Any]] = []
-    for key, rows in itertools.groupby(cells, lambda row: (row["workload"], row["nodes"], row["rate_bps"])):
-        rows = list(rows)
-        best, predicted = (min(rows, key=lambda row: row[name]) for name in ("measured_s", "predicted_s"))
-        found.append(
-            {
-                **dict(zip(("workload", "nodes", "rate_bps"), key, strict=True)),
-                "measured": best["recipe"],
-                "predicted": predicted["recipe"],
-                "loss": predicted["measured_s"] / best["measured_s"] - 1,
-                "floor": best["floor"],
-            }
-        )
-    return found
-
-
 def run_grid(
-    cells: Sequence[Cell], on_rows: Callable[[Sequence[Mapping[str, Any]]], None], *, timeout_s: float
+    cells: Sequence[Cell],
+    on_rows: Callable[[Sequence[Mapping[str, Any]]], None],
+    *,
+    timeout_s: float,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Run cell after cell; what fails is in the document, and the others go on.
+    """Run cell after cell but those that `folder` keeps; what fails is in the document, and the others go on.
 
     Raises:
         LabError: every cell failed.
@@ -176,7 +170,7 @@ def run_grid(
     failed: dict[str, str] = {}
     for cell in cells:
         try:
-            found = run_cell(cell, timeout_s)
+            found = rows_of(cell, kept_or_measured(cell, timeout_s, folder))
         except (LabError, ProfileError) as error:
             failed[f"{cell.workload}, {cell.nodes} hosts, {cell.rate}"] = str(error)
             continue

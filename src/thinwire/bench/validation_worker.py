@@ -23,6 +23,8 @@ from thinwire.lab.units import parse_rate
 
 PROFILE_STEPS = 5
 TARGET_S = 0.3
+WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first
+FEWEST_STEPS = 2
 
 
 class _Method:
@@ -61,6 +63,13 @@ def _profile(workload: Workload, cell: Cell) -> dict[str, Any]:
     return {name: value for name, value in found.as_dict().items() if name != "schema"}
 
 
+def _latest(seconds: float) -> float:
+    """Return what is most on any rank, so that all decide alike."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
 def main(path: str) -> None:
     """Measure one cell."""
     torch.set_num_threads(1)
@@ -72,13 +81,16 @@ def main(path: str) -> None:
     found = _profile(workload, cell)
     running = {name: _Method(name, workload, parse_rate(cell.rate)) for name in (*cell.methods, AGAIN)}
     order = list(running.values())
-    for _ in range(measure.WARM_UP_STEPS + cell.steps):
+    began = time.perf_counter()
+    for number in range(WARM_UP_STEPS + cell.steps):
+        if number >= WARM_UP_STEPS + FEWEST_STEPS and _latest(time.perf_counter() - began) > cell.steps_s:
+            break
         for method in order:
             method.step()
         order = [*order[1:], order[0]]
     step_s: dict[str, list[float]] = {}
     for name, method in running.items():
-        seconds = torch.tensor(method.step_s[measure.WARM_UP_STEPS :], dtype=torch.float64)
+        seconds = torch.tensor(method.step_s[WARM_UP_STEPS:], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step is over when the last rank is
         step_s[name] = seconds.tolist()
     if dist.get_rank() == 0:

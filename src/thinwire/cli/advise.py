@@ -2,19 +2,29 @@
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from thinwire.advisor.advise import Report, advise, describe_profile
+from thinwire.advisor.apart import Apart
 from thinwire.advisor.lines import HEADINGS, cells, sections
-from thinwire.advisor.probe import NODE_RECIPES, RECIPES, default_recipes
+from thinwire.advisor.probe import APART_RECIPES, NODE_RECIPES, RECIPES, default_recipes
 from thinwire.advisor.profile import Profile
+from thinwire.algorithms.planned import planned
+from thinwire.bench.settings import LocalName, parse_methods, split_local
 from thinwire.bench.terminal import Column, open_table
 from thinwire.cli.bench import argument
 from thinwire.cli.by_hand import add_profile_arguments, check_arguments, profile_of
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
 from thinwire.cli.probe import recipe_list
+from thinwire.policy import PlanOptions
 
+APART = (
+    "localsgd:10:dense",
+    *(f"diloco:{every}:{recipe}" for every in (10, 50, 100) for recipe in ("dense", *APART_RECIPES)),
+    "streaming:50:4:5:e3m0",
+)
 COLUMNS = tuple(Column(heading, 9, left=heading in ("plan", "risk", "why")) for heading in HEADINGS)
 
 
@@ -33,9 +43,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipes",
         metavar="RECIPE,...",
-        type=argument(recipe_list),
-        help=f"to compare, beside dense, dense:fp16 and fp16 (default: {','.join(RECIPES)}, and with several ranks "
-        f"a host {','.join(NODE_RECIPES)})",
+        type=argument(_names),
+        help=f"to compare, beside dense, dense:fp16 and fp16 (default: {','.join(RECIPES)}, with several ranks a host "
+        f"{','.join(NODE_RECIPES)}, and local methods: {','.join(APART)})",
     )
     add_json_argument(parser)
     parser.add_argument("--page", metavar="FILE", type=Path, help="write an HTML page with plots")
@@ -51,9 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
         require_matplotlib()
     file = table_file(args.json)
-    recipes = args.recipes or default_recipes(args.gpus_per_host or 1)
-    profile = profile_of(args, ("dense:fp16", "fp16", *recipes))
-    report = advise(profile, args.recipes or default_recipes(profile.cluster.ranks_per_host))
+    names: Sequence[str] = args.recipes or (*default_recipes(args.gpus_per_host or 1), *APART)
+    local = {name: method for name in names if (method := split_local(name)) is not None}
+    recipes = [name for name in names if name not in local]
+    kernels = ["dense:fp16", "fp16", *recipes, *(method.recipe for method in local.values())]
+    profile = profile_of(args, tuple(dict.fromkeys(kernels)))
+    if args.recipes is None:
+        recipes = default_recipes(profile.cluster.ranks_per_host)
+    report = advise(profile, recipes, apart=_apart(profile, local))
     _print(report, profile, file)
     document = {**report.as_dict(), "on": describe_profile(profile)}
     write_json(document, args.json)
@@ -63,6 +78,37 @@ def run(args: argparse.Namespace) -> int:
         write_page(report, profile, args.page)
         print(f"page: {args.page}", file=sys.stderr)
     return 0
+
+
+def _apart(profile: Profile, local: Mapping[str, LocalName]) -> list[Apart]:
+    """Return what the local methods exchange, but for those with more parts than the model has parameters."""
+    tensors = profile.computation.named_tensors()
+    return [
+        planned(
+            name,
+            method.kind,
+            method.recipe,
+            tensors,
+            profile.cluster.world_size,
+            sync_every=method.sync_every,
+            fragments=method.fragments,
+            overlap=method.overlap,
+            options=PlanOptions(node_sizes=profile.cluster.ranks_per_host),
+        )
+        for name, method in local.items()
+        if method.fragments <= len(tensors)
+    ]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Read recipes and local methods with commas between them."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    local = {name for name in names if split_local(name) is not None}
+    if local:
+        parse_methods(",".join(local))  # raises for a rhythm that there is not
+    if local != set(names):
+        recipe_list(",".join(name for name in names if name not in local))
+    return names
 
 
 def _print(report: Report, profile: Profile, file: TextIO) -> None:

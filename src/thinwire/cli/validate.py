@@ -10,6 +10,7 @@ from thinwire.advisor.findings import rate_text, time_text
 from thinwire.bench.settings import parse_methods, parse_workload
 from thinwire.bench.terminal import Column, open_table
 from thinwire.bench.validation import DENSE_RECIPES, METHODS, TWICE, grid, run_grid
+from thinwire.bench.validation_text import markdown, summary
 from thinwire.cli import bench
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
 from thinwire.errors import ThinwireError
@@ -46,9 +47,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     listed("--rates", type=bench.argument(_list(_rate)), default=RATES, help=_default(RATES))
     listed("--hosts", type=bench.argument(_list(bench.at_least_two)), default=HOSTS, help=_default(HOSTS))
     listed("--methods", type=bench.argument(parse_methods), default=METHODS, help=_default(METHODS))
-    listed("--steps", type=bench.positive_int, default=8, help="of each method that count, after three (default: 8)")
-    listed("--timeout", type=bench.positive, default=600.0, help="seconds of one cell (default: 600)")
+    listed("--steps", type=bench.positive_int, default=8, help="of each method that count, after two (default: 8)")
+    listed(
+        "--steps-time",
+        metavar="SECONDS",
+        type=bench.positive,
+        default=40.0,
+        help="of one cell, after which no further step is begun, if two have counted (default: 40)",
+    )
+    listed("--timeout", type=bench.positive, default=900.0, help="seconds of one cell (default: 900)")
+    listed(
+        "--keep",
+        metavar="FOLDER",
+        type=Path,
+        help="keep there what is measured, cell by cell; cells that are there are not measured again, but predicted",
+    )
     listed("--plot", metavar="FILE", type=Path, help="write a scatter plot, as PNG")
+    listed("--table", metavar="FILE", type=Path, help="write the figures as tables, in Markdown")
     add_json_argument(parser)
     parser.set_defaults(run=run)
     return parser
@@ -63,35 +78,30 @@ def run(args: argparse.Namespace) -> int:
         if method.startswith("ddp-powersgd"):
             raise ThinwireError(f"--methods: {method} has no plan to predict from; thinwire's own is powersgd:RANK")
         parse_recipe(DENSE_RECIPES.get(method, method))  # raises for a schedule, which has no one step time
-    check_outputs(args.json, args.plot)
+    check_outputs(args.json, args.plot, args.table)
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     if args.plot is not None:
         from thinwire.bench.plots import require_matplotlib
 
         require_matplotlib()
     file = table_file(args.json)
-    cells = list(grid(args.workloads, args.rates, args.hosts, methods=args.methods, steps=args.steps))
+    settings = {"methods": args.methods, "steps": args.steps, "steps_s": args.steps_time}
+    cells = list(grid(args.workloads, args.rates, args.hosts, **settings))
     with open_table(COLUMNS, file) as table:
 
         def on_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             for row in rows:
                 table.add(_cells(row))
 
-        document = run_grid(cells, on_rows, timeout_s=args.timeout)
+        document = run_grid(cells, on_rows, timeout_s=args.timeout, folder=args.keep)
     for name, why in document["failed"].items():
         print(f"failed: {name}: {why}", file=sys.stderr)
-    print(
-        f"error: median {100 * document['median_error']:.1f} %, 90th percentile {100 * document['p90_error']:.1f} %; "
-        f"floor: median {100 * document['median_floor']:.1f} %",
-        file=file,
-    )
-    for winner in document["winners"]:
-        if winner["predicted"] != winner["measured"]:
-            print(
-                f"{winner['workload']}, {winner['nodes']} hosts, {rate_text(winner['rate_bps'] / 8)}: predicted "
-                f"{winner['predicted']}, {100 * winner['loss']:.1f} % slower than {winner['measured']}",
-                file=file,
-            )
+    for line in summary(document):
+        print(line, file=file)
     write_json(document, args.json)
+    if args.table is not None:
+        args.table.write_text(markdown(document))
     if args.plot is not None:
         from thinwire.bench.validation_plot import scatter
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Pull, Push, Round, SendRecv, Transfer
 from thinwire.errors import ScheduleError
 
@@ -48,9 +49,9 @@ def _move(transfers: Sequence[Transfer]) -> None:
                 for source, transfer in enumerate(transfers):
                     target.receive[start : start + nbytes[source]] = transfer.send
                     start += nbytes[source]
-        case SendRecv(moves):
+        case SendRecv() | NodeRound() as listed:
             filled = [0] * len(transfers)
-            for source, target, start, stop in moves:
+            for source, target, start, stop in listed.moves:
                 end = filled[target] + stop - start
                 transfers[target].receive[filled[target] : end] = transfers[source].send[start:stop]
                 filled[target] = end

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.mesh import MeshClosedError, MeshError
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, SendRecv, Transfer, cut
 from thinwire.errors import AttachError, ScheduleError
 from thinwire.wire import split
@@ -120,8 +121,8 @@ def start(transfer: Transfer, group: dist.ProcessGroup) -> list[dist.Work]:
             blocks[rank].copy_(send)
             others = [other for other in range(world_size) if other != rank]
             return _batch(dict.fromkeys(others, send), {other: blocks[other] for other in others}, group)
-        case SendRecv():
-            sends, receives = cut(transfer, transfer.round, rank)
+        case SendRecv() | NodeRound() as moves:
+            sends, receives = cut(transfer, moves, rank)
             return _batch(sends, dict(enumerate(receives)), group)
         case Push() | Pull() as served:
             raise ScheduleError(f"expected rounds between ranks, got {type(served).__name__}, which needs servers")

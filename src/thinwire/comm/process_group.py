@@ -33,6 +33,7 @@ from thinwire.comm.liveness import Liveness
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import Mesh, MeshClosedError, agree_on_pieces, choose
 from thinwire.comm.nccl import Nccl
+from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Exchange, Pull, Push, Round, SendRecv, Transfer, cut
 from thinwire.comm.tracing import span
 from thinwire.errors import AttachError, ScheduleError
@@ -53,8 +54,8 @@ def perform(transfer: Transfer, group: dist.ProcessGroup, mesh: Mesh | Nccl | No
         return
     rank, world_size = group.rank(), group.size()
     match transfer.round:
-        case SendRecv():
-            _send_recv(transfer, transfer.round, group, mesh)
+        case SendRecv() | NodeRound() as moves:
+            _send_recv(transfer, moves, group, mesh)
         case AllToAll(nbytes) if mesh is not None:
             _over_mesh(transfer, list(nbytes), [nbytes[rank]] * world_size, mesh)
         case AllGather(nbytes) if mesh is not None:
@@ -89,7 +90,7 @@ def _over_mesh(transfer: Transfer, send_nbytes: list[int], receive_nbytes: list[
     )
 
 
-def _send_recv(transfer: Transfer, moves: SendRecv, group: dist.ProcessGroup, mesh: Mesh | None) -> None:
+def _send_recv(transfer: Transfer, moves: SendRecv | NodeRound, group: dist.ProcessGroup, mesh: Mesh | None) -> None:
     """Cut the moves of this rank out of the buffers, then send and receive them all at once: each rank has few."""
     world_size = group.size()
     sends, receives = cut(transfer, moves, group.rank())

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.comm.node_round import NodeRound
 from thinwire.errors import ScheduleError
 from thinwire.wire import FRAME_NBYTES, split
 
@@ -77,6 +78,14 @@ class SendRecv:
     moves: tuple[tuple[int, int, int, int], ...]
     world_size: int
 
+    def sends(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return (target, start, stop) of all that leaves `rank`."""
+        return [(target, start, stop) for source, target, start, stop in self.moves if source == rank]
+
+    def receives(self, rank: int) -> list[tuple[int, int]]:
+        """Return (source, bytes) of all that arrives at `rank`."""
+        return [(source, stop - start) for source, target, start, stop in self.moves if target == rank]
+
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`."""
         return sum(stop - start for source, _, start, stop in self.moves if source == rank)
@@ -130,7 +139,7 @@ class Pull:
         return [self.sent_nbytes(0)] * self.world_size
 
 
-Round = AllToAll | AllGather | AllReduce | SendRecv | Push | Pull
+Round = AllToAll | AllGather | AllReduce | SendRecv | NodeRound | Push | Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +148,9 @@ class Transfer:
 
     AllToAll: `send` holds the blocks for rank 0, 1, ... one after another, `receive` gets world_size blocks of
     nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
-    AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv: moves are cut from `send`, and
-    `receive` gets what arrives. Push: `send` holds the blocks for server 0, 1, ..., and must stay as it is until the
-    pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, ....
+    AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv and NodeRound: moves are cut from
+    `send`, and `receive` gets what arrives. Push: `send` holds the blocks for server 0, 1, ..., and must stay as it is
+    until the pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, ....
     """
 
     round: Round
@@ -162,7 +171,7 @@ def buffer_sizes(round_: Round, rank: int) -> tuple[int, int]:
             return nbytes[rank], sum(nbytes)
         case AllReduce():
             return round_.numel * round_.dtype.itemsize, 0
-        case SendRecv():
+        case SendRecv() | NodeRound():
             return round_.sent_nbytes(rank), round_.received_nbytes(rank)
         case Push(nbytes):
             return sum(nbytes), 0
@@ -170,7 +179,7 @@ def buffer_sizes(round_: Round, rank: int) -> tuple[int, int]:
             return 0, sum(nbytes)
 
 
-def cut(transfer: Transfer, moves: SendRecv, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
+def cut(transfer: Transfer, moves: SendRecv | NodeRound, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:
     """Cut the moves of a rank out of its buffers: what it sends, by target, and where what arrives goes, by source.
 
     Raises:
@@ -178,12 +187,12 @@ def cut(transfer: Transfer, moves: SendRecv, rank: int) -> tuple[dict[int, Tenso
     """
     pieces: dict[int, list[Tensor]] = {}
     sizes = [0] * moves.world_size
-    for source, target, start, stop in moves.moves:
-        if source == rank:
-            pieces.setdefault(target, []).append(transfer.send[start:stop])
-        if target == rank:
-            sizes[source] += stop - start
-    wanted = max((stop for source, _, _, stop in moves.moves if source == rank), default=0), sum(sizes)
+    leaving = moves.sends(rank)
+    for target, start, stop in leaving:
+        pieces.setdefault(target, []).append(transfer.send[start:stop])
+    for source, nbytes in moves.receives(rank):
+        sizes[source] += nbytes
+    wanted = max((stop for _, _, stop in leaving), default=0), sum(sizes)
     if transfer.send.nbytes < wanted[0] or transfer.receive.nbytes != wanted[1]:
         raise ScheduleError(
             f"expected at least {wanted[0]} bytes to send and {wanted[1]} to receive into, got {transfer.send.nbytes} "
