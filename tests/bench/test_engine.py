@@ -11,7 +11,7 @@ from thinwire import PlanOptions
 from thinwire.bench import engine
 from thinwire.bench.arithmetic import dense_nbytes
 from thinwire.bench.methods import leaving_nbytes
-from thinwire.bench.settings import BASELINES, Settings
+from thinwire.bench.settings import BASELINES, LOSS_STEPS, Settings
 from thinwire.cli import main
 from thinwire.errors import LabError
 from thinwire.lab import Loopback
@@ -127,6 +127,14 @@ def test_a_sharded_model_over_loopback(tmp_path: Path, capsys: pytest.CaptureFix
     assert plain["curve"]["loss"][0] == gradients["curve"]["loss"][0]
     assert plain["curve"]["loss"][0] != both["curve"]["loss"][0]  # computed with other weights
     assert plain["accuracy"] > 0.1
+
+
+@pytest.mark.usefixtures("loopback")
+def test_a_training_ends_once_its_loss_is_reached():
+    """Of seed 3 alone, with a loss that it has from the start: it is looked at as soon as it means something."""
+    settings = Settings(workload="digits", methods=("ddp",), nodes=2, steps=150, first_seed=3, until_loss=10.0)
+    (run,) = engine.run_benchmark(settings, lambda event: None)["runs"]
+    assert (run["seed"], run["steps"]) == (3, LOSS_STEPS)
 
 
 def test_what_leaves_a_host():

@@ -128,6 +128,26 @@ def test_contributions_are_added_in_the_order_of_ranks():
     assert order == [0, 1, 2]
 
 
+def test_what_is_declared_waits_for_engine_threads_that_go_through_all_contents():
+    """They do so under the lock, when a first round ends while workers are still declaring."""
+    workers = Workers(1)
+    plan = build_plan(
+        [("v", torch.zeros(NUMEL))], lambda _: PushPull(up=Identity(), down=Identity()), 1,
+        PlanOptions(min_nbytes=0, compress_1d=True),
+    )  # fmt: skip
+    (layout,) = plan.messages(["v"])
+    text = layout.rounds[0].contents[0]
+    frame = workers.cluster.frame(Kind.DECLARE, 0, text, payload=text.encode())
+    receiving = threading.Thread(target=workers.cluster.send, args=(0, 0, frame))
+    with workers.service._lock:
+        receiving.start()
+        receiving.join(0.2)
+        assert receiving.is_alive()
+        assert len(workers.service._served) == 1
+    receiving.join(10)
+    assert len(workers.service._served) == 2
+
+
 def test_a_lost_worker_is_an_error_on_all_others():
     workers = Workers(3, heartbeat_timeout_s=5.0)
     workers.push(1, 0, 1.0)

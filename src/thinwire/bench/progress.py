@@ -80,7 +80,7 @@ class RichProgress(AbstractContextManager["RichProgress"]):
         self._console = Console(stderr=True)
         self._status = "starting the network"
         self._states: dict[tuple[str, int], dict[str, Any]] = {
-            (method, seed): {} for seed in range(settings.seeds) for method in settings.methods
+            (method, seed): {} for seed in settings.seed_numbers for method in settings.methods
         }
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=5)
 

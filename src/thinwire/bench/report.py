@@ -167,7 +167,7 @@ def _tiles(document: Mapping[str, Any]) -> str:
 
 def best_run(runs: list[Run]) -> Run | None:
     """The thinwire run with the lowest validation loss; where nothing learns, with the shortest step."""
-    own = [run for run in runs if not is_baseline(run) and run["seed"] == 0]
+    own = [run for run in runs if not is_baseline(run) and run["seed"] == runs[0]["seed"]]
     learned = [run for run in own if run["val_loss"] is not None]
     if learned:
         return min(learned, key=lambda run: run["val_loss"])

@@ -21,6 +21,9 @@ SHARDED_METHODS = ("fsdp", "int8", "int4", "int4:weights=int8", "onebit")
 
 WRAPS = ("ddp", "fsdp")
 
+LOSS_STEPS = 100
+"""Over which a training loss is averaged before it is called reached: whole periods of 10, 50 or 100 steps."""
+
 _WEIGHTS = ":weights="
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
 BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
@@ -43,7 +46,10 @@ class Settings:
         latency: one way, such as ``5ms``; None adds none.
         steps: train exactly this many; None trains for ``seconds``.
         seconds: of training per method and seed (evaluation not counted). Used where ``steps`` is None.
-        seeds: repeat everything for seeds 0 to ``seeds`` - 1.
+        seeds: repeat everything for so many seeds.
+        first_seed: the first of them; the others follow it.
+        until_loss: end a training before its last step once its training loss, mean over ranks and over its last
+            `LOSS_STEPS` steps, is at most this; None never does. Looked at after every tenth step.
         bucket_cap_mb: DDP's bucket size for every method; None takes each method's own best.
         start_after: steps that thinwire's recipes first exchange dense.
         optimizer: of the workload, one of `OPTIMIZERS`; ``sgd`` and ``nag`` are with momentum, which ``@dgc`` and
@@ -65,6 +71,8 @@ class Settings:
     steps: int | None = None
     seconds: float = 24.0
     seeds: int = 1
+    first_seed: int = 0
+    until_loss: float | None = None
     bucket_cap_mb: float | None = None
     start_after: int = 0
     optimizer: str = "adamw"
@@ -77,6 +85,11 @@ class Settings:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def seed_numbers(self) -> range:
+        """The seeds themselves."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def save(self, path: Path) -> None:
         """Write these settings as JSON, for the ranks."""

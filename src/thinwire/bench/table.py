@@ -2,7 +2,7 @@
 
 import dataclasses as dc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from thinwire.bench.settings import BASELINES
 
@@ -121,7 +121,7 @@ def network_line(conditions: Mapping[str, Any]) -> str:
 def notes(document: Mapping[str, Any]) -> list[str]:
     """What a reader must know beside the table."""
     conditions, runs = document["conditions"], document["runs"]
-    lines = [f"{label(run)}: {run['note']}." for run in runs if run["note"] and run["seed"] == 0]
+    lines = [f"{label(run)}: {run['note']}." for run in runs if run["note"] and run["seed"] == runs[0]["seed"]]
     emulated_backward_s = conditions.get("emulated_backward_s")
     if emulated_backward_s is not None:
         lines.append(f"Compute time is slept, not computed: {conditions['emulated_compute_source']}.")
@@ -142,17 +142,31 @@ def _core_limits(conditions: Mapping[str, Any], runs: Sequence[Run], emulated_ba
     for run in runs:
         if run["codec_s"] is None or not conditions["emulated"]:
             continue
-        wire_s = run["planned_nbytes_per_step"] * 8 / conditions["measured_rate_bps"]
-        window_s = (
-            run["step_s"] - run["forward_s"] - run["optimizer_s"]
-        )  # from the start of backward to the last gradient
-        if window_s > 1.2 * run["backward_s"] and window_s > 2 * wire_s:
+        if bound(conditions, run) == "cores":
+            window_s, wire_s = _window_s(run), _wire_s(conditions, run)
             lines.append(
                 f"{label(run)}: limited by this machine's cores, not by the wire. From the start of backward to the "
                 f"last gradient {window_s:.3f} s pass, of which the wire needs {wire_s:.3f} s; the codec alone takes "
                 f"{run['codec_s']:.3f} s, for {conditions['nodes']} hosts on {conditions['cores']} cores."
             )
     return lines
+
+
+def bound(conditions: Mapping[str, Any], run: Run) -> Literal["computing", "wire", "cores"]:
+    """What decides a replay's step on an emulated network: computing, which hides the exchange; the wire; the cores."""
+    window_s = _window_s(run)
+    if window_s <= 1.2 * run["backward_s"]:
+        return "computing"
+    return "cores" if window_s > 2 * _wire_s(conditions, run) else "wire"
+
+
+def _window_s(run: Run) -> float:
+    """Seconds from the start of backward to the last gradient."""
+    return run["step_s"] - run["forward_s"] - run["optimizer_s"]
+
+
+def _wire_s(conditions: Mapping[str, Any], run: Run) -> float:
+    return run["planned_nbytes_per_step"] * 8 / conditions["measured_rate_bps"]
 
 
 def rate_text(bits_per_s: float) -> str:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from thinwire.bench import measure, methods
-from thinwire.bench.settings import Settings
+from thinwire.bench.settings import LOSS_STEPS, Settings
 from thinwire.bench.workloads import Workload, make_workload
 from thinwire.comm.tracing import trace
 from thinwire.kernels import backend
@@ -31,6 +31,7 @@ from thinwire.optim import WarmUp
 COMPUTE_STEPS = 5
 MIN_STEPS = measure.WARM_UP_STEPS + 2
 EVENT_INTERVAL_S = 0.2
+STEPS_BETWEEN_LOOKS = 10  # at the loss
 GROUP_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -110,7 +111,10 @@ class Training:
         """
         done = len(self.step_s)
         if self.settings.steps is not None:
-            return self.settings.steps - done
+            left = self.settings.steps - done
+            if self.settings.until_loss is None or not left:
+                return left
+            return 0 if self._is_reached(self.settings.until_loss) else min(STEPS_BETWEEN_LOOKS, left)
         least = max(MIN_STEPS, measure.WARM_UP_STEPS + self.attached.period)
         if done < least:
             return least - done
@@ -119,6 +123,13 @@ class Training:
         decision = torch.tensor(steps)
         dist.broadcast(decision, src=0)
         return int(decision)
+
+    def _is_reached(self, loss: float) -> bool:
+        """Whether the training loss has come down to `loss`, the same answer on all ranks."""
+        if len(self.losses) < LOSS_STEPS:
+            return False
+        (reached,) = measure.mean_over_ranks([measure.mean(self.losses[-LOSS_STEPS:])])
+        return reached <= loss
 
     def _record(self) -> dict[str, Any] | None:
         steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), len(self.step_s) - 1)
@@ -258,12 +269,12 @@ def main(path: str) -> None:
     numel = sum(p.numel() for p in workload.model(0).parameters())
     facts = {**workload.facts(), "num_parameters": numel}
     emit("ready", facts=facts, rate_nbytes_per_s=measure.measure_rate(), torch=torch.__version__, kernels=backend())
-    for seed in range(settings.seeds):
+    for seed in settings.seed_numbers:
         for number, method in enumerate(settings.methods):
             emit("method", method=method, seed=seed)
             # In the folder of the settings, from where the engine takes them.
             file = Path(path).with_name(f"trace-{number}-{dist.get_rank()}.json") if settings.trace else None
-            record = Training(settings, workload, method, seed, file if seed == 0 else None).run()
+            record = Training(settings, workload, method, seed, file if seed == settings.first_seed else None).run()
             if record is not None:
                 emit("run", record=record)
             gc.collect()  # a replayed model must be gone before the next one comes

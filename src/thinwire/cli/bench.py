@@ -89,9 +89,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write what every rank does in one step, for https://ui.perfetto.dev; FILE-METHOD for several methods",
     )
     parser.add_argument("--report", metavar="FOLDER", type=Path, help="write an HTML report with plots")
-    from thinwire.cli import validate  # takes its arguments' types from here
+    from thinwire.cli import scaling, validate  # take their arguments' types from here
 
-    others = parser.add_subparsers(dest="what", metavar="server|validate")
+    others = parser.add_subparsers(dest="what", metavar="server|validate|scaling")
     alone = others.add_parser("server", help="measure a parameter server alone")
     alone.add_argument("--workers", type=positive_int, default=8, help="that push (default: 8)")
     alone.add_argument(
@@ -100,6 +100,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     alone.add_argument("--mb", type=positive, default=16.0, help="MiB of one worker's gradient (default: 16)")
     alone.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     validate.add_parser(others)
+    scaling.add_parser(others)
     return parser
 
 

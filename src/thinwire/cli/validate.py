@@ -43,10 +43,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         ),
     )
     listed: Callable[..., Any] = parser.add_argument
-    listed("--workloads", type=bench.argument(_list(parse_workload)), default=WORKLOADS, help=_default(WORKLOADS))
-    listed("--rates", type=bench.argument(_list(_rate)), default=RATES, help=_default(RATES))
-    listed("--hosts", type=bench.argument(_list(bench.at_least_two)), default=HOSTS, help=_default(HOSTS))
-    listed("--methods", type=bench.argument(parse_methods), default=METHODS, help=_default(METHODS))
+    listed("--workloads", type=bench.argument(listed_of(parse_workload)), default=WORKLOADS, help=default_of(WORKLOADS))
+    listed("--rates", type=bench.argument(listed_of(_rate)), default=RATES, help=default_of(RATES))
+    listed("--hosts", type=bench.argument(listed_of(bench.at_least_two)), default=HOSTS, help=default_of(HOSTS))
+    listed("--methods", type=bench.argument(parse_methods), default=METHODS, help=default_of(METHODS))
     listed("--steps", type=bench.positive_int, default=8, help="of each method that count, after two (default: 8)")
     listed(
         "--steps-time",
@@ -122,7 +122,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _list(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def listed_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return what reads a comma-separated list of what `parse` reads."""
+
     def convert(text: str) -> tuple[Any, ...]:
         values = tuple(parse(part.strip()) for part in text.split(",") if part.strip())
         if not values:
@@ -139,5 +141,6 @@ def _rate(text: str) -> str:
     return rate
 
 
-def _default(values: Sequence[object]) -> str:
+def default_of(values: Sequence[object]) -> str:
+    """Return the help of such a list."""
     return f"comma-separated (default: {','.join(map(str, values))})"

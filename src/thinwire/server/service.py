@@ -290,7 +290,8 @@ class Service:
         self._raw_nbytes += raw
         thread = self.loads.index(min(self.loads))
         self.loads[thread] += content.work
-        self._served[digest] = Served(digest, frame.session, content, mean, thread)
+        with self._lock:  # engine threads go through them
+            self._served[digest] = Served(digest, frame.session, content, mean, thread)
 
     def _push(self, rank: int, frame: Frame) -> None:
         served = self._of(frame)
