@@ -3,16 +3,19 @@
 #   PYTHON=...   the interpreter to make .venv from (3.11 or newer)
 #   TORCH=...    what pip installs as torch; may hold pip options, e.g. TORCH="torch==2.13.0 --index-url URL"
 #   VENV=...     where the environment goes
+#   JOBS=...     how many tests run at a time
 #   GPU_TESTS=...  what `make test-gpu` runs
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 GPU_TESTS ?= tests/distributed
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 
 SHELL := /bin/bash
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PARALLEL := -n $(JOBS) --dist worksteal
 BUILD := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 
 # Without the compiled kernels the reference ones are asked for by name, so that nothing warns.
@@ -27,25 +30,25 @@ demo: $(VENV)/.installed ## install, then train over an emulated slow network wi
 
 test: $(VENV)/.installed ## install, then the tests
 	@$(MAKE) --no-print-directory iproute2
-	$(RUN)$(BIN)/pytest -m "not slow"
+	$(RUN)$(BIN)/pytest $(PARALLEL) -m "not slow"
 
 test-full: $(VENV)/.installed ## the core tests again on the reference kernels, then the longer tests
-	THINWIRE_KERNELS=reference $(BIN)/pytest -m "not slow" tests/compressors tests/aggregators
+	THINWIRE_KERNELS=reference $(BIN)/pytest $(PARALLEL) -m "not slow" tests/compressors tests/aggregators
 	$(RUN)$(BIN)/pytest -m slow
 
 test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
-	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -m triton_interpreter tests/kernels
+	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton_interpreter tests/kernels
 
 test-gpu: $(VENV)/.installed ## training on a GPU, several ranks on one; TORCH must name a torch for CUDA
 	$(RUN)timeout 600 $(BIN)/pytest -m gpu $(GPU_TESTS)
 
 test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  $(VENV)/asan/bin/python -m pytest -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
+	  $(VENV)/asan/bin/python -m pytest $(PARALLEL) -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
 
 # Machines with AVX-512 never pick the kernels' clones for AVX2.
 test-avx2: $(VENV)/.avx2 ## the compiled kernels for x86-64 without AVX-512
-	$(VENV)/avx2/bin/python -m pytest -p no:cacheprovider tests/kernels/test_native_equals_reference.py tests/kernels/test_vote.py tests/kernels/test_shared.py
+	$(VENV)/avx2/bin/python -m pytest $(PARALLEL) -p no:cacheprovider tests/kernels/test_native_equals_reference.py tests/kernels/test_vote.py tests/kernels/test_shared.py
 
 test-frameworks: $(VENV)/.frameworks ## the examples for Lightning, Accelerate and Hugging Face's Trainer, with the real packages
 	$(RUN)$(BIN)/pytest -m frameworks tests/test_frameworks.py
