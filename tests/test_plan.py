@@ -25,7 +25,7 @@ from thinwire import (
     TwoShot,
     parse_recipe,
 )
-from thinwire.aggregators import Partition
+from thinwire.aggregators import Partition, PushPull
 from thinwire.errors import PlanError, RecipeError
 from thinwire.plan import build_plan, first_difference
 from thinwire.random import parameter_key
@@ -395,6 +395,11 @@ def test_residual_memory_of_the_plan() -> None:
     both = plan("onebit", 2)
     assert sum(both.residual_nbytes(rank) for rank in range(2)) == 3 * 4 * (32_000 + 120_000)
     assert plan("int8", 2).residual_nbytes(0) == 0
+    assert both.worker_nbytes == 4 * (32_000 + 120_000)
+    owned = max(both.owner_nbytes(rank) for rank in range(2))
+    assert f"({both.worker_nbytes:,} of what it sends, {owned:,} of what it owns)" in str(both)
+    served = plan(PushPull(up=OneBit(), down=OneBit(), feedback=ErrorFeedback(), num_servers=5), 2)
+    assert f"({both.worker_nbytes:,} of what it sends, 0 of what it owns)" in str(served)
 
 
 # --- agreement ------------------------------------------------------------------------------------------------------

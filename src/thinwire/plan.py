@@ -244,11 +244,11 @@ class Plan:
 
     def memory(self) -> str:
         """Return what the rank that owns the most keeps and works in, in words."""
-        owned = [0] * max(self.world_size, self.options.num_servers)
+        owned = [0] * self.world_size
         for param in self.params:
-            for partition in param.partitions:
-                owned[partition.owner] += 4 * partition.numel * sum(slot.owned for slot in param.slots)
-        owned = owned[: self.world_size] if not self.options.num_servers else [0]  # else servers keep it
+            if num_slots := sum(slot.owned for slot in param.slots):  # where servers own, they keep it
+                for partition in param.partitions:
+                    owned[partition.owner] += 4 * partition.numel * num_slots
         rank = owned.index(max(owned))
         return (
             f"residuals take {self.worker_nbytes + owned[rank]:,} bytes a rank ({self.worker_nbytes:,} of what it "

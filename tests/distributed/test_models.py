@@ -172,11 +172,10 @@ def _sync_norm(rank, world_size, recipe):
 def test_statistics_of_all_ranks_are_untouched(ranks):
     plain = ranks(3).run(_sync_norm, None)
     assert ranks(3).run(_sync_norm, "dense") == plain
-    for recipe in ("int4", "topk:0.25"):
-        ours = ranks(3).run(_sync_norm, recipe)
-        assert [first for first, _ in ours] == [first for first, _ in plain]
-        assert len({trained for _, trained in ours}) == 1 != len({first for first, _ in ours})
-        assert ours[0][1] != plain[0][1]
+    ours = ranks(3).run(_sync_norm, "int4")
+    assert [first for first, _ in ours] == [first for first, _ in plain]
+    assert len({trained for _, trained in ours}) == 1 != len({first for first, _ in ours})
+    assert ours[0][1] != plain[0][1]
 
 
 def _sync_batch_norm(rank, world_size):
