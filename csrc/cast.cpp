@@ -97,6 +97,12 @@ template <typename Type, bool accumulate> TW_INLINE void decode_narrow(const Dec
 
 TW_CLONES bool all_finite(const f32* x, std::size_t n) { return peak_magnitude(x, n) < INF_BITS; }
 
+TW_CLONES bool add_residual(const EncodeJob& job) {
+    std::int32_t peak = 0;
+    form_q(job, 0, job.n, peak);
+    return peak < INF_BITS;
+}
+
 TW_CLONES static bool encode_half(const EncodeJob& job) {
     return job.residual ? encode_narrow<Half, true>(job) : encode_narrow<Half, false>(job);
 }

@@ -61,6 +61,7 @@ struct RandomK {
 };
 
 bool all_finite(const f32* x, std::size_t n);
+bool add_residual(const EncodeJob& job);
 
 bool encode_cast(const EncodeJob& job, Number number);
 void decode_cast(const DecodeJob& job, Number number);

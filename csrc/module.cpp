@@ -114,6 +114,9 @@ NB_MODULE(_native, m) {
         return encode_all<FiniteJob>(jobs, threads,
                                      [](const FiniteJob& job, Scratch&) { return all_finite(job.x, job.n); });
     }, nb::arg("jobs"), nb::arg("threads"));
+    m.def("add_residual", [](const nb::bytes& jobs, int threads) {
+        return encode_all<EncodeJob>(jobs, threads, [](const EncodeJob& job, Scratch&) { return add_residual(job); });
+    }, nb::arg("jobs"), nb::arg("threads"));
     m.def("encode_cast", [](const nb::bytes& jobs, int number, int threads) {
         return encode_all<EncodeJob>(
             jobs, threads, [=](const EncodeJob& job, Scratch&) { return encode_cast(job, Number{number}); });

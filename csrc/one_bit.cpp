@@ -14,8 +14,9 @@ template <bool rms> TW_INLINE float signs_and_scale(const EncodeJob& job, std::i
     double* sums = scratch.get<double>(num_chunks);
     for (std::size_t c = 0; c < num_chunks; c++) {
         const std::size_t m = std::min<std::size_t>(CHUNK, n - c * CHUNK);
-        const f32* q = form_q(job, c * CHUNK, m, peak);
-        pack_signs(q, m, job.out + 4 + c * (CHUNK / 8));
+        std::int32_t unused = 0;
+        const f32* q = form_q(job, c * CHUNK, m, unused);
+        peak = std::max(peak, pack_signs(q, m, job.out + 4 + c * (CHUNK / 8)));
         sums[c] = sum_padded<rms>(q, m);
     }
     const double mean = sum_of_sums(sums, num_chunks) / static_cast<double>(n);

@@ -10,8 +10,6 @@ namespace {
 
 #ifdef TW_HAS_CLONES
 
-#define TW_WIDE __attribute__((target("arch=x86-64-v4")))
-
 using Wide [[gnu::vector_size(64)]] = std::uint64_t;
 using Words [[gnu::vector_size(64)]] = std::uint32_t;
 using Floats [[gnu::vector_size(64), gnu::aligned(1), gnu::may_alias]] = float;

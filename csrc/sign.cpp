@@ -91,8 +91,8 @@ TW_CLONES bool encode_sign(const EncodeJob& job) {
     std::int32_t peak = 0;
     for (std::size_t begin = 0; begin < job.n; begin += CHUNK) {
         const std::size_t m = std::min<std::size_t>(CHUNK, job.n - begin);
-        const f32* q = form_q(job, begin, m, peak);
-        pack_signs(q, m, job.out + begin / 8);
+        std::int32_t unused = 0;
+        peak = std::max(peak, pack_signs(form_q(job, begin, m, unused), m, job.out + begin / 8));
         if (job.residual) {
             f32* __restrict residual = job.residual + begin;
             for (std::size_t i = 0; i < m; i++) residual[i] = residual[i] - (residual[i] < 0.0f ? -1.0f : 1.0f);

@@ -8,16 +8,8 @@
 
 namespace thinwire {
 
-// Sign bits of m <= CHUNK elements. The product moves the flag of element 8 * j + i, byte i of a word, to bit 56 + i.
-TW_INLINE void pack_signs(const f32* __restrict q, std::size_t m, std::uint8_t* __restrict out) {
-    alignas(64) std::uint64_t words[CHUNK / 8];
-    const std::size_t num_words = (m + 7) / 8;
-    words[num_words - 1] = 0;
-    auto* flags = reinterpret_cast<std::uint8_t*>(words);
-    for (std::size_t i = 0; i < m; i++) flags[i] = q[i] < 0.0f;
-    for (std::size_t j = 0; j < num_words; j++)
-        out[j] = static_cast<std::uint8_t>((words[j] * 0x0102040810204080u) >> 56);
-}
+// Write the sign bits of m elements, 1 <= m <= CHUNK; returns their largest magnitude.
+std::int32_t pack_signs(const f32* q, std::size_t m, std::uint8_t* out);
 
 // One byte an element, not 0 where its bit is 1, for m <= CHUNK elements: eight copies of a byte, each with another bit
 // kept.

@@ -9,16 +9,23 @@
 #include "kernels.h"
 #include "values.h"
 
+#ifdef TW_HAS_CLONES
+#include <immintrin.h>
+#endif
+
 namespace thinwire {
 namespace {
 
 constexpr std::size_t MAX_N = 65536, SAMPLES = 1024, SAMPLES_KEPT = 64, TILE = 1024;
 constexpr int BISECTED_BITS = 15;
+constexpr std::uint32_t GOLDEN = 2654435769u;  // 2**32 / golden ratio: places spread evenly, in step with no row length
 
 // Buffers of one thread. packing.py makes sure that n <= MAX_N.
 struct Buffers {
     std::int32_t magnitudes[MAX_N];
-    std::uint16_t indices[MAX_N + 8];  // `collect` writes up to eight past those it keeps
+    std::int32_t samples[MAX_N];
+    std::uint8_t marks[MAX_N];
+    std::uint16_t indices[MAX_N + 16];  // `collect` writes up to sixteen past those it keeps
 };
 
 // The k-th largest of `values`: the largest t that at least k of them reach, without its bits below `last_bit`.
@@ -47,7 +54,7 @@ TW_INLINE std::int32_t kth_largest(const std::int32_t* values, std::size_t count
 TW_INLINE void take_sample(const f32* q, std::size_t n, std::size_t count, std::int32_t* __restrict sample) {
     std::uint32_t place = 0;
     for (std::size_t i = 0; i < count; i++) {
-        place += 2654435769u;  // 2**32 / golden ratio: spread evenly, in step with no row length
+        place += GOLDEN;
         sample[i] = magnitude(q[(std::uint64_t{place} * n) >> 32]);
     }
 }
@@ -61,8 +68,35 @@ TW_INLINE std::int32_t sampled_bound(const f32* q, std::size_t n, std::size_t k,
     return kth_largest(sample, SAMPLES, rank);
 }
 
+#ifdef TW_HAS_CLONES
+
+// As `collect`: sixteen at a time, those that count moved to the front. Writing and moving on always costs less than a
+// branch that is often mispredicted.
+TW_WIDE std::size_t collect_wide(const f32* q, std::size_t n, std::int32_t bound, std::uint16_t* indices) {
+    const __m512i size = _mm512_set1_epi32(0x7FFFFFFF), bounds = _mm512_set1_epi32(bound);
+    __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < n; i += 16) {
+        const auto real = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xFFFF);
+        fetch_ahead(q + n + i, 16);
+        const __m512i magnitudes = _mm512_and_si512(_mm512_maskz_loadu_epi32(real, q + i), size);
+        const __mmask16 reach = _mm512_mask_cmpge_epi32_mask(real, magnitudes, bounds);
+        const __m256i kept = _mm512_maskz_cvtepi32_epi16(0xFFFF, _mm512_maskz_compress_epi32(reach, places));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(indices + count), kept);
+        count += static_cast<std::size_t>(__builtin_popcount(reach));
+        places = _mm512_add_epi32(places, _mm512_set1_epi32(16));
+    }
+    return count;
+}
+
+#endif
+
 // Indices, ascending, of the elements whose magnitude reaches `bound`; returns how many.
 TW_INLINE std::size_t collect(const f32* q, std::size_t n, std::int32_t bound, std::uint16_t* __restrict indices) {
+#ifdef TW_HAS_CLONES
+    static const bool wide = __builtin_cpu_supports("x86-64-v4");
+    if (wide) return collect_wide(q, n, bound, indices);
+#endif
     std::size_t count = 0;
     for (std::size_t begin = 0; begin < n; begin += TILE) {
         const std::size_t m = std::min<std::size_t>(TILE, n - begin);
@@ -131,41 +165,70 @@ TW_INLINE void select_exact(const f32* q, std::size_t n, std::size_t k, Buffers&
     }
 }
 
-// Elements that reach `lower`, at least k of them and all collected, are left; those that reach `upper` go first.
-TW_INLINE void select_bisect(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
-    std::size_t count = collect_largest(q, n, k, BISECTED_BITS, buffers), left = 0;
-    const std::int32_t lower = kth_largest(buffers.magnitudes, count, k, BISECTED_BITS);
+// Keep, of the `count` collected, those that reach `bound`; returns how many.
+TW_INLINE std::size_t keep_reaching(std::int32_t bound, std::size_t count, Buffers& buffers) {
+    std::size_t left = 0;
     for (std::size_t i = 0; i < count; i++) {
         const std::int32_t m = buffers.magnitudes[i];
         buffers.indices[left] = buffers.indices[i];
         buffers.magnitudes[left] = m;
-        left += m >= lower;
+        left += m >= bound;
     }
+    return left;
+}
+
+// Elements that reach `lower`, at least k of them and all collected, are left; those that reach `upper` go first.
+TW_INLINE void select_bisect(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
+    const std::size_t count = collect_largest(q, n, k, BISECTED_BITS, buffers);
+    const std::int32_t lower = kth_largest(buffers.magnitudes, count, k, BISECTED_BITS);
+    const std::size_t left = keep_reaching(lower, count, buffers);
     fill_evenly(left, k, static_cast<std::uint32_t>(lower) + (1u << BISECTED_BITS), buffers);
 }
 
+// Leave in buffers.samples those of `num_samples` samples that are among the `count` collected; returns how many.
+TW_INLINE std::size_t samples_collected(std::size_t n, std::size_t num_samples, std::size_t count, Buffers& buffers) {
+    std::memset(buffers.marks, 0, n);
+    std::uint32_t place = 0;
+    for (std::size_t i = 0; i < num_samples; i++) {
+        place += GOLDEN;
+        buffers.marks[(std::uint64_t{place} * n) >> 32] = 1;
+    }
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < count; i++) {
+        buffers.samples[found] = buffers.magnitudes[i];
+        found += buffers.marks[buffers.indices[i]];
+    }
+    return found;
+}
+
+// Both bounds are among the largest samples. Most often those were collected: what takes long is to read the others.
 TW_INLINE void select_sampled(const f32* q, std::size_t n, std::size_t k, Buffers& buffers) {
     const std::size_t num_samples = std::max<std::size_t>(SAMPLES, (SAMPLES_KEPT * n + k - 1) / k);
     if (num_samples >= n) return select_exact(q, n, k, buffers);
-    take_sample(q, n, num_samples, buffers.magnitudes);
     const std::size_t expected = k * num_samples / n;
     const auto spread = static_cast<std::size_t>(std::sqrt(static_cast<double>(4 * expected)));  // two deviations
-    const std::int32_t upper = kth_largest(buffers.magnitudes, num_samples, expected - spread);
-    const std::int32_t lower =
-        kth_largest(buffers.magnitudes, num_samples, std::min(num_samples, expected + spread));
-    std::size_t count = collect(q, n, lower, buffers.indices);
-    look_up(q, count, buffers);
+    const std::size_t first = expected - spread, last = std::min(num_samples, expected + spread);
+    std::size_t count = collect_largest(q, n, k, 0, buffers), found = 0;
+    // Places are at least 0.38 n / num_samples apart, and so all different here.
+    if (3 * num_samples <= n) found = samples_collected(n, num_samples, count, buffers);
+    const bool all = found < last;
+    if (all) take_sample(q, n, found = num_samples, buffers.samples);
+    const std::int32_t upper = kth_largest(buffers.samples, found, first);
+    const std::int32_t lower = kth_largest(buffers.samples, found, last);
+    if (all) {
+        count = collect(q, n, lower, buffers.indices);
+        look_up(q, count, buffers);
+    }
+    count = keep_reaching(lower, count, buffers);
     if (count < k) {  // the sample held too many large ones: the others fill up
         count = collect(q, n, 0, buffers.indices);
         look_up(q, count, buffers);
-        return fill_evenly(count, k, lower, buffers);
+        return fill_evenly(count, k, static_cast<std::uint32_t>(lower), buffers);
     }
     std::size_t above = 0;
     for (std::size_t i = 0; i < count; i++) above += buffers.magnitudes[i] >= upper;
-    if (above <= k) return fill_evenly(count, k, upper, buffers);
-    count = collect(q, n, upper, buffers.indices);
-    look_up(q, count, buffers);
-    fill_evenly(count, k, 0x80000000u, buffers);
+    if (above <= k) return fill_evenly(count, k, static_cast<std::uint32_t>(upper), buffers);
+    fill_evenly(keep_reaching(upper, count, buffers), k, 0x80000000u, buffers);
 }
 
 TW_INLINE void select(const f32* q, std::size_t n, std::size_t k, Selection selection, Buffers& buffers) {

@@ -37,6 +37,19 @@ def test_every_class_of_values(native: ModuleType, kind: Kind, values: str) -> N
     both(native, kind, VALUES[values](n), VALUES[values](n), scale=0.5)
 
 
+@pytest.mark.parametrize("values", VALUES)
+def test_q_where_the_residual_was(native: ModuleType, values: str) -> None:
+    for n in (0, 1, 17, 1500):
+        x, residual, out = VALUES[values](n), torch.randn(n), torch.full((8,), 7, dtype=torch.uint8)
+        left = residual.clone()
+        flags = native.add_residual([EncodeJob(x, out, left, 0.3), EncodeJob(x, out)])
+        want = residual.clone()
+        assert flags == reference.add_residual([EncodeJob(x, out, want, 0.3), EncodeJob(x, out)])
+        assert torch.equal(bits(left), bits(want))
+        assert torch.equal(bits(left), bits(x + residual * 0.3))
+        assert bool((out == 7).all())
+
+
 @pytest.mark.parametrize("bits_", [8, 7, 4, 3, 2])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_one_block_longer_than_the_partition(native: ModuleType, bits_: int, stochastic: bool) -> None:

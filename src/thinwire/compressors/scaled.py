@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +11,7 @@ from thinwire import kernels
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.contract import SMALLEST_NORMAL, Contract, Contractive, Unbiased
 from thinwire.errors import RecipeError
-from thinwire.kernels import DecodeJob, EncodeBatch, EncodeJob
+from thinwire.kernels import DecodeBatch, DecodeJob, EncodeBatch, EncodeJob
 from thinwire.spec import BlockSpec
 from thinwire.wire import Layout
 
@@ -20,6 +21,14 @@ def _delta(inner: Compressor, spec: BlockSpec) -> float:
     contract = inner.contract(spec)
     assert isinstance(contract, Unbiased)
     return 1 / (1 + contract.omega)
+
+
+class _Batches(NamedTuple):
+    """The jobs of a batch once more, on what lies where the residuals were: first q, in the end what was not sent."""
+
+    plain: EncodeBatch  # encodes q
+    sent: DecodeBatch  # takes what was sent out of q
+    left: EncodeBatch  # tells whether what is left is finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +104,8 @@ class Scaled(Compressor):
         """Form q where the residual was, encode it, and take out of it what was sent."""
         if isinstance(jobs, EncodeBatch) and not jobs.any_residual:
             return self.inner.encode_jobs(jobs, specs, threads=threads)
+        if isinstance(jobs, EncodeBatch) and jobs.every_residual and jobs.buffer.is_cpu:
+            return self._encode_batch(jobs, specs, threads)
         plain: list[EncodeJob] = []
         sent: list[DecodeJob] = []
         for job, spec in zip(jobs, specs, strict=True):
@@ -114,6 +125,28 @@ class Scaled(Compressor):
             room = [job.residual is None or next(left) for job in jobs]
             finite = [a and b for a, b in zip(finite, room, strict=True)]
         return finite
+
+    def _encode_batch(self, jobs: EncodeBatch, specs: Sequence[BlockSpec], threads: int) -> list[bool]:
+        """The same of all jobs at once, in batches that are kept."""
+        if self not in jobs.kept:
+            residuals = [residual for residual in jobs.residuals if residual is not None]
+            none, starts, nbytes = [None] * len(jobs), jobs.starts.tolist(), [self.nbytes(spec) for spec in specs]
+            deltas = [self._delta(spec) for spec in specs]
+            jobs.kept[self] = _Batches(
+                EncodeBatch(residuals, none, jobs.keys, starts, nbytes),
+                DecodeBatch(residuals, starts, nbytes, factors=deltas),
+                EncodeBatch(residuals, none, jobs.keys, starts, nbytes),
+            )
+        batches: _Batches = jobs.kept[self]
+        plain, sent, left = batches
+        for batch in (plain, left):
+            batch.at(jobs.buffer, step=jobs.step, residual_scales=jobs.residual_scales)
+        sent.at(jobs.buffer, alpha=-1.0)
+        serving = kernels.serving(jobs)
+        serving.add_residual(jobs, threads=threads)
+        finite = self.inner.encode_jobs(plain, specs, threads=threads)
+        self.inner.decode_jobs(sent, specs, threads=threads)
+        return [a and b for a, b in zip(finite, serving.add_residual(left, threads=threads), strict=True)]
 
     def decode_jobs(self, jobs: Sequence[DecodeJob], specs: Sequence[BlockSpec], *, threads: int = 1) -> None:
         """Decode, then multiply, then multiply by alpha: each is a rounding. With alpha 1 one pass does it."""

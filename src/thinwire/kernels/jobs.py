@@ -64,6 +64,7 @@ class Batch:
         packed, packed_for: what the kernels keep with the batch, and for which payloads it was checked.
         shared: the `shared` of every job, the same tensors every step.
         packed_shared: what the kernels keep of those.
+        kept: what compressors that work through others keep with the batch, by compressor: batches of their own.
     """
 
     def __init__(self, starts: Sequence[int], nbytes: Sequence[int]) -> None:
@@ -73,6 +74,7 @@ class Batch:
         self.packed_for: Any = None
         self.shared: Sequence[Tensor] | None = None
         self.packed_shared: dict[tuple[str, int], Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._spans = [(start, start + size) for start, size in zip(starts, nbytes, strict=True)]
         self._end = max((stop for _, stop in self._spans), default=0)
 
@@ -109,7 +111,8 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
         self.step = 0
         self.residual_scales: Sequence[float] = ()
         self.any_residual = any(residual is not None for residual in residuals)
-        self._xs, self._residuals, self._keys = xs, residuals, keys
+        self.every_residual = all(residual is not None for residual in residuals)
+        self.xs, self.residuals, self.keys = xs, residuals, keys
 
     def at(self, out: Tensor, *, step: int, residual_scales: Sequence[float]) -> None:
         """Set what is new in this step: the buffer that bytes go to, the step that keys random streams, the factors."""
@@ -125,14 +128,17 @@ class EncodeBatch(Batch, Sequence[EncodeJob]):
     def __getitem__(self, index: int | slice) -> EncodeJob | Sequence[EncodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        key = _at_step(self._keys[index], self.step)
+        key = _at_step(self.keys[index], self.step)
         scale = self.residual_scales[index]
         shared = None if self.shared is None else self.shared[index]
-        return EncodeJob(self._xs[index], self._block(index), self._residuals[index], scale, key, shared)
+        return EncodeJob(self.xs[index], self._block(index), self.residuals[index], scale, key, shared)
 
 
 class DecodeBatch(Batch, Sequence[DecodeJob]):
-    """Decode jobs that recur. Keeps `outs` alive; call `at` before each use."""
+    """Decode jobs that recur. Keeps `outs` alive; call `at` before each use.
+
+    With `factors`, alpha is multiplied by the job's own: decode adds alpha * factors[j] * decode(data).
+    """
 
     def __init__(
         self,
@@ -141,12 +147,14 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
         nbytes: Sequence[int],
         keys: Sequence[Key] | None = None,
         shared: Sequence[Tensor] | None = None,
+        factors: Sequence[float] | None = None,
     ) -> None:
         super().__init__(starts, nbytes)
         self.shared = shared
         self.alpha: float | None = None
         self.step = 0
-        self._outs, self._keys = outs, keys
+        self.outs, self.base_keys = outs, keys  # the keys at step 0
+        self.factors = np.array([1.0] * len(self) if factors is None else factors)
 
     def at(self, data: Tensor, *, step: int = 0, alpha: float | None = None) -> None:
         """Set what is new: the buffer that bytes come from, the step that keys random streams, and whether to add."""
@@ -155,7 +163,7 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
 
     def keys(self) -> list[Key | None]:
         """Return the key of every job in this step."""
-        return [None] * len(self) if self._keys is None else [_at_step(key, self.step) for key in self._keys]
+        return [None] * len(self) if self.base_keys is None else [_at_step(key, self.step) for key in self.base_keys]
 
     @overload
     def __getitem__(self, index: int) -> DecodeJob: ...
@@ -164,9 +172,10 @@ class DecodeBatch(Batch, Sequence[DecodeJob]):
     def __getitem__(self, index: int | slice) -> DecodeJob | Sequence[DecodeJob]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        key = None if self._keys is None else _at_step(self._keys[index], self.step)
+        key = None if self.base_keys is None else _at_step(self.base_keys[index], self.step)
         shared = None if self.shared is None else self.shared[index]
-        return DecodeJob(self._block(index), self._outs[index], self.alpha, key, shared)
+        alpha = None if self.alpha is None else self.alpha * float(self.factors[index])
+        return DecodeJob(self._block(index), self.outs[index], alpha, key, shared)
 
 
 def _at_step(key: Key, step: int) -> Key:

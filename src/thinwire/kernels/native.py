@@ -55,6 +55,12 @@ def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     return packing.flags(_native.all_finite(packing.pack_finite(tensors), threads))
 
 
+def add_residual(jobs: Sequence[EncodeJob], *, threads: int = 1) -> list[bool]:
+    """Leave q where the residual was, and write no bytes; return, per job, whether all of q is finite."""
+    packing.check_threads(threads)
+    return packing.flags(_native.add_residual(packing.pack_encode(jobs, packing.no_bytes), threads))
+
+
 # --- casts ----------------------------------------------------------------------------------------------------------
 
 

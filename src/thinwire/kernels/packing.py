@@ -179,6 +179,11 @@ def check_random_k(
 # --- payloads -------------------------------------------------------------------------------------------------------
 
 
+def no_bytes(n: int, _: int) -> int:
+    """Return the payload of `add_residual`."""
+    return 0
+
+
 @functools.cache
 def cast_nbytes(dtype: torch.dtype) -> PayloadNbytes:
     """Return the payload of `encode_cast`."""
@@ -313,7 +318,7 @@ def pack_decode(
             jobs.packed_for = purpose(payload_nbytes, k)
         check_tensor(jobs.buffer, torch.uint8, "data", device)
         jobs.packed["data"] = jobs.starts + np.uint64(jobs.buffer.data_ptr())
-        jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha
+        jobs.packed["alpha"] = 0.0 if jobs.alpha is None else jobs.alpha * jobs.factors
         jobs.packed["accumulate"] = jobs.alpha is not None
         return jobs.packed.tobytes()
     packed: list[bytes] = []

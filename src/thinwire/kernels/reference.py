@@ -58,6 +58,17 @@ def all_finite(tensors: Sequence[Tensor], *, threads: int = 1) -> list[bool]:
     return [bool(torch.isfinite(x).all()) for x in tensors]
 
 
+def add_residual(jobs: Sequence[EncodeJob], *, threads: int = 1) -> list[bool]:
+    """Leave q where the residual was, and write no bytes; return, per job, whether all of q is finite."""
+    finite: list[bool] = []
+    for job in jobs:
+        q = with_residual(job)
+        if job.residual is not None:
+            job.residual.copy_(q)
+        finite.append(bool(torch.isfinite(q).all()))
+    return finite
+
+
 # --- casts: the values themselves, float32, float16 or bfloat16 -----------------------------------------------------
 
 
