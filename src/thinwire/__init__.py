@@ -10,6 +10,7 @@ from thinwire.aggregators import Aggregator as Aggregator
 from thinwire.aggregators import Dense as Dense
 from thinwire.aggregators import Gather as Gather
 from thinwire.aggregators import Hierarchical as Hierarchical
+from thinwire.aggregators import NodePushPull as NodePushPull
 from thinwire.aggregators import PowerSGD as PowerSGD
 from thinwire.aggregators import PushPull as PushPull
 from thinwire.aggregators import SumOnWire as SumOnWire

@@ -123,8 +123,9 @@ def attach(
             order; a 2-D `DeviceMesh`, whose first dimension is between nodes; or "auto", the launcher's
             LOCAL_WORLD_SIZE, where it is the same on all nodes.
         servers: addresses of parameter servers, as ["tcp://10.0.0.1:5555", ...], in the order of their --server-index,
-            which then form the mean, for recipes of the two-shot exchange; or "env", those that `thinwire launch` has
-            started; or `Servers`, with time-outs. See `thinwire server`.
+            which then form the mean, for recipes of the two-shot exchange, and with `nodes` for "hier/int8" and the
+            like; or "env", those that `thinwire launch` has started; or `Servers`, with time-outs. See
+            `thinwire server`.
         keys: the folder that `thinwire keys` made for workers; needed where a server is on another machine.
         on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
         threads: native threads per kernel call.

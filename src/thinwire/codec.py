@@ -14,10 +14,12 @@ from thinwire.aggregators import (
     Gather,
     Hierarchical,
     Message,
+    NodePushPull,
     Nodes,
     Partition,
     PowerSGD,
     PushPull,
+    ThroughServers,
     TreeReduce,
     TwoShot,
 )
@@ -131,11 +133,13 @@ class _Block:
 
     def encode_up(self) -> None:
         aggregator = self.partition.aggregator
-        if isinstance(aggregator, Hierarchical):
+        if isinstance(aggregator, Hierarchical | NodePushPull):
             nodes = self._nodes(aggregator)
             node = nodes.of[self._rank]
+            leads = isinstance(aggregator, NodePushPull)
+            stands = nodes.firsts[node] if leads else nodes.representative(self.partition.owner, node)
             inside = EncodeJob(self._value, self._inside, self._residual, 1.0, self._key)
-            if nodes.representative(self.partition.owner, node) != self._rank:
+            if stands != self._rank:
                 aggregator.inner.encode_jobs([inside], self._specs, threads=self._threads)
                 return
             for _ in range(nodes.sizes[node] - 1):
@@ -163,7 +167,7 @@ class _Block:
             self._sum_up()
 
     @staticmethod
-    def _nodes(aggregator: Hierarchical) -> Nodes:
+    def _nodes(aggregator: Hierarchical | NodePushPull) -> Nodes:
         assert isinstance(aggregator.node_sizes, tuple)  # the plan has filled them in
         return Nodes.sized(aggregator.node_sizes)
 
@@ -175,13 +179,13 @@ class _Block:
             self._up.decode_jobs([job], self._specs, threads=self._threads)
 
     def encode_down(self) -> None:
-        if isinstance(self.partition.aggregator, TwoShot | Hierarchical | PushPull):
+        if isinstance(self.partition.aggregator, TwoShot | Hierarchical | ThroughServers):
             job = EncodeJob(self._value, self._mean, self._residual, 1.0, self._key)
             self._down.encode_jobs([job], self._specs, threads=self._threads)
 
     def decode_down(self) -> None:
         match self.partition.aggregator:
-            case TwoShot() | Hierarchical() | PushPull():
+            case TwoShot() | Hierarchical() | PushPull() | NodePushPull():
                 job = DecodeJob(self._mean, self._value, None, self._key)
                 self._down.decode_jobs([job], self._specs, threads=self._threads)
             case Gather() if not isinstance(self._up, Sign):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.aggregators import Aggregator, Dense, Hierarchical, PushPull, typical_contract
+from thinwire.aggregators import Aggregator, Dense, Hierarchical, NodePushPull, ThroughServers, typical_contract
 from thinwire.allocate import Allocate
 from thinwire.compressors import Unbiased
 from thinwire.errors import PlanError, RecipeError
@@ -172,7 +172,7 @@ def _plans(
         # A parameter that one phase must see whole is cut in none, so that partitions stay.
         whole = {p.name for plan in plans for param in plan.params for p in param.partitions if p.shape is not None}
         found = (param.aggregator for plan in plans for param in plan.params)
-        nodes = next((one for one in found if isinstance(one, Hierarchical)), None)
+        nodes = next((one for one in found if isinstance(one, Hierarchical | NodePushPull)), None)
         both = {"momentum": momentum, "all_reduce": False, "whole": whole, "nodes": nodes}
         plans = [build_plan(named, policy, world_size, options, **both) for policy in policies]  # type: ignore[arg-type]
     return _with_same_owners(plans)
@@ -226,7 +226,7 @@ def _interchangeable(plans: list[Plan]) -> list[Plan]:
 
 def _owed(param: PlannedParam) -> frozenset[Slot]:
     """Return the residuals that a phase leaves, those that servers keep among them."""
-    elsewhere = param.aggregator.kept_by_servers if isinstance(param.aggregator, PushPull) else frozenset[Slot]()
+    elsewhere = param.aggregator.kept_by_servers if isinstance(param.aggregator, ThroughServers) else frozenset[Slot]()
     return (param.slots | elsewhere) & _RESIDUALS
 
 
@@ -254,6 +254,6 @@ def _owing(param: PlannedParam, before: PlannedParam | None) -> PlannedParam:
     if _diverges(aggregator, owed):
         raise PlanError(f"{what} cannot deliver: unbiased kinds diverge under error feedback")
     partitions = tuple(dataclasses.replace(p, aggregator=aggregator) for p in param.partitions)
-    if isinstance(aggregator, PushPull):
+    if isinstance(aggregator, ThroughServers):
         owed -= {Slot.OWNER}  # servers keep that
     return dataclasses.replace(param, aggregator=aggregator, partitions=partitions, slots=param.slots | owed)

@@ -14,9 +14,11 @@ from thinwire.aggregators import (
     Dense,
     Hierarchical,
     MessageLayout,
+    NodePushPull,
     Partition,
     PowerSGD,
     PushPull,
+    ThroughServers,
     TwoShot,
     between_nodes_nbytes,
     pooled_nbytes,
@@ -30,6 +32,8 @@ from thinwire.policy import ParamInfo, Patterns, PlanOptions, Policy, resolver, 
 from thinwire.random import parameter_key
 from thinwire.spec import COMPRESSIBLE_DTYPES, memory_shape
 from thinwire.wire import WIRE_FORMAT
+
+_OfNodes = Hierarchical | NodePushPull  # exchanges that know which ranks share a node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +121,12 @@ class Plan:
 
     @property
     def between_nodes_nbytes(self) -> int:
-        """The most bytes per step that leave one node, of what `Hierarchical` sends; 0 where there is none."""
+        """The most bytes per step that leave one node, of what goes through nodes; 0 where nothing does.
+
+        What servers on a node answer is not counted.
+        """
         found = [
-            between_nodes_nbytes(m) for m in self._one_bucket() if isinstance(m.partitions[0].aggregator, Hierarchical)
+            between_nodes_nbytes(m) for m in self._one_bucket() if isinstance(m.partitions[0].aggregator, _OfNodes)
         ]
         return max(map(sum, zip(*found, strict=True)), default=0)
 
@@ -262,7 +269,7 @@ class Plan:
         return f"as much comes back from {self.options.num_servers} servers, which keep residuals of their own; "
 
     def _between_nodes(self) -> str:
-        if not any(isinstance(param.aggregator, Hierarchical) for param in self.params):
+        if not any(isinstance(param.aggregator, _OfNodes) for param in self.params):
             return ""
         ring = round(2 * (self.world_size - 1) / self.world_size * self.raw_nbytes)
         return f"{self.between_nodes_nbytes:,} of all leave the busiest node, {ring:,} by a ring; "
@@ -312,11 +319,11 @@ def build_plan(
     resolved = [resolve(info) for info in infos]
     settings = {a for info, (a, _) in zip(infos, resolved, strict=True) if info.dtype in COMPRESSIBLE_DTYPES}
     # One all-reduce sums a whole bucket, so that all in it must travel alike.
-    topologies = {a.node_sizes or options.node_sizes for a in settings if isinstance(a, Hierarchical)}
+    topologies = {a.node_sizes or options.node_sizes for a in settings if isinstance(a, _OfNodes)}
     if len(topologies) > 1:
         raise PlanError(f"expected the same nodes for all parameters, got {', '.join(map(str, topologies))}")
     momentum = _one_momentum(settings, momentum)
-    served = options.num_servers or max((a.num_servers for a in settings if isinstance(a, PushPull)), default=0)
+    served = options.num_servers or max((a.num_servers for a in settings if isinstance(a, ThroughServers)), default=0)
     one_dense = (
         all_reduce
         and not served
@@ -324,7 +331,7 @@ def build_plan(
         and len(settings) <= 1
         and all(isinstance(aggregator, Dense) for aggregator in settings)
     )
-    carrier = next((a for a in settings if isinstance(a, PowerSGD | Hierarchical)), None)
+    carrier = next((a for a in settings if isinstance(a, PowerSGD | _OfNodes)), None)
     if all(isinstance(aggregator, Dense) for aggregator in settings):
         carrier = nodes
     params: list[PlannedParam] = []
@@ -338,7 +345,7 @@ def build_plan(
             # Rides along in a compressed message; owners sum in rank order, so that buckets do not show in the bits.
             owned = TwoShot(up=aggregator.up, down=aggregator.down, feedback=momentum)
             aggregator = owned if carrier is None or momentum is not None else _riding(carrier, owned)
-        if isinstance(aggregator, Hierarchical) and aggregator.node_sizes is None:
+        if isinstance(aggregator, _OfNodes) and aggregator.node_sizes is None:
             aggregator = dataclasses.replace(aggregator, node_sizes=options.node_sizes)
         if served and info.dtype in COMPRESSIBLE_DTYPES:
             aggregator = _through_servers(info.name, aggregator, served)
@@ -363,20 +370,23 @@ def build_plan(
     return Plan(tuple(reversed(params)), world_size, options)
 
 
-def _riding(carrier: PowerSGD | Hierarchical, owned: TwoShot) -> Aggregator:
+def _riding(carrier: PowerSGD | Hierarchical | NodePushPull, owned: TwoShot) -> Aggregator:
     """Return what lets a dense parameter ride in the messages of another kind than `TwoShot`."""
     if isinstance(carrier, PowerSGD):
         return dataclasses.replace(carrier, rank=None)
     return Hierarchical(up=owned.up, down=owned.down, node_sizes=carrier.node_sizes)
 
 
-def _through_servers(name: str, aggregator: Aggregator, num_servers: int) -> PushPull:
-    """Return a two-shot exchange with servers as owners."""
-    if isinstance(aggregator, PushPull):
+def _through_servers(name: str, aggregator: Aggregator, num_servers: int) -> PushPull | NodePushPull:
+    """Return a two-shot exchange, or one between nodes, with servers as owners."""
+    if isinstance(aggregator, ThroughServers):
         return dataclasses.replace(aggregator, num_servers=num_servers)
+    if isinstance(aggregator, Hierarchical):
+        settings = {field.name: getattr(aggregator, field.name) for field in dataclasses.fields(aggregator)}
+        return NodePushPull(**settings, num_servers=num_servers)
     if not isinstance(aggregator, TwoShot):
         raise PlanError(
-            f"{name}: expected a recipe of the two-shot exchange, such as 'int8', 'topk:0.01' or 'onebit', which "
+            f"{name}: expected a recipe of the two-shot exchange, such as 'int8', 'topk:0.01' or 'hier/int8', which "
             f"servers can form the mean of, got {aggregator.recipe()!r}; or attach without servers"
         )
     return PushPull(up=aggregator.up, down=aggregator.down, feedback=aggregator.feedback, num_servers=num_servers)
@@ -425,7 +435,7 @@ def _cut(
                 nbytes = sum(compressor.nbytes(partition.spec) for compressor in (aggregator.up, aggregator.down))
             except ValueError as error:
                 raise PlanError(f"{info.name}: {error}") from error
-            if isinstance(aggregator, PushPull):
+            if isinstance(aggregator, ThroughServers):
                 nbytes = server_work(partition)
         heapq.heapreplace(owners, (load + nbytes, owner))
         partitions.append(partition)

@@ -1,6 +1,7 @@
 """`thinwire server` and `thinwire keys`, as processes."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -9,9 +10,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import thinwire.server.launch
 from thinwire.cli import main
+from thinwire.errors import ServerError
+from thinwire.server.cpus import format_cpus, parse_cpus, share_out
 from thinwire.server.launch import Launch
+
+FIRST = str(min(os.sched_getaffinity(0)))
 
 
 def _thinwire(*arguments):
@@ -28,12 +36,15 @@ def _status(arguments):
 
 def test_metrics_and_a_status_line():
     command = ["server", "--bind", "tcp://127.0.0.1:0", "--num-workers", "2", "--metrics", "0", "--status", "0.1"]
+    command += ["--cpu-affinity", FIRST]
     with subprocess.Popen(
         [sys.executable, "-m", "thinwire", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
         assert server.stderr is not None
-        assert re.fullmatch(r"server 0 of 1 for 2 workers at tcp://127.0.0.1:\d+\n", server.stdout.readline())
+        started = server.stdout.readline()
+        assert re.fullmatch(rf"server 0 of 1 for 2 workers on processors {FIRST} at tcp://127.0.0.1:\d+\n", started)
+        assert os.sched_getaffinity(server.pid) == {int(FIRST)}
         url = server.stdout.readline().removeprefix("metrics at ").strip()
         text = urllib.request.urlopen(url, timeout=10).read().decode()
         for line in ("thinwire_server_rounds_total 0.0", 'thinwire_server_worker_clock{rank="1"} -1.0'):
@@ -50,7 +61,9 @@ def test_metrics_and_a_status_line():
         (["--bind", "tcp://0.0.0.0:5555"], 1, "expected keys, since others than this machine can reach it"),
         (["--bind", "127.0.0.1:5555"], 1, "expected an address such as tcp://10.0.0.1:5555"),
         (["--bind", "tcp://127.0.0.1:0", "--keys", "/nowhere"], 1, "expected a key in /nowhere/server.secret"),
-        (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", "4000"], 1, "expected some of the processors"),
+        (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", "4000"], 1, "which this process may use, got 4000"),
+        (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", FIRST + ",4000"], 1, "got 4000 among others"),
+        (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", "0-"], 2, "expected processors such as 0,2-5"),
         (["--bind", "tcp://127.0.0.1:0", "--server-index", "2/2"], 2, "expected which of how many servers"),
     ],
 )
@@ -126,10 +139,73 @@ def test_servers_are_numbered_node_after_node(tmp_path):
     )
     assert launch.addresses() == ["tcp://a:5555", "tcp://a:5556", "tcp://b:5555", "tcp://b:5556"]
     commands = [" ".join(command[1:]) for command in launch.server_commands()]
-    keys = f"--keys {tmp_path}/server"
+    keys = f"--threads 1 --keys {tmp_path}/server"
     assert commands == [
         f"-m thinwire server --bind tcp://0.0.0.0:{port} --num-workers 8 --server-index {index}/4 {keys}"
         for port, index in ((5555, 2), (5556, 3))
     ]
     assert launch.worker_command()[-3:] == ["train.py", "--lr", "1"]
     assert launch.environment()["THINWIRE_KEYS"] == f"{tmp_path}/worker"
+
+
+def test_processors_are_shared_out_and_none_twice():
+    for num, servers, threads, workers, share in ((16, 2, 1, 4, 2), (7, 2, 2, 3, 2), (64, 2, 4, 8, 3), (5, 0, 1, 4, 1)):
+        cpus = set(range(1, 2 * num, 2))
+        of_servers, of_workers = share_out(cpus, servers=servers, threads=threads, workers=workers, leader_share=share)
+        dealt = [cpu for each in (*of_servers, *of_workers) for cpu in each]
+        assert sorted(dealt) == sorted(cpus)
+        assert [len(each) for each in of_servers] == [threads] * servers
+        leader, *others = map(len, of_workers)
+        assert len(set(others)) == 1
+        assert leader >= share * others[0] or others[0] == 1
+    with pytest.raises(ServerError, match=r"expected at least 6 processors, .* 2 servers, got 5: 0-4"):
+        share_out(range(5), servers=2, threads=1, workers=4, leader_share=2)
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_sets_of_processors_are_written_as_they_are_read(cpus):
+    assert parse_cpus(format_cpus(cpus)) == cpus
+
+
+def test_a_worker_takes_the_set_of_its_local_rank():
+    pin, show = Path(thinwire.server.launch.__file__).with_name("pin.py"), "import os, sys; print(sys.argv, "
+    show += "os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
+    for threads, expected in (("own", "1"), ("kept", "7")):
+        done = subprocess.run(
+            [sys.executable, str(pin), f"4000:{FIRST}", threads, "-c", show, "--lr"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={**os.environ, "LOCAL_RANK": "1", "OMP_NUM_THREADS": "7"},
+        )
+        assert done.stdout == f"['-c', '--lr'] {{{FIRST}}} {expected}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_launch_pins_servers_and_workers(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nprint('here', sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], sys.argv[1:])\n"
+    )
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    where = ["--servers-per-node", "1", "--nproc-per-node", "1", "--port", _free_port(), "--master-port", _free_port()]
+    done = _thinwire("launch", *where, "--cpu-affinity", f"{first},{second}", str(script), "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    assert f"processors of this node: worker 0: {first}; server 0: {second}" in done.stdout
+    assert f"here [{first}] 1 ['--lr', '1']" in done.stdout
+
+
+def test_launch_with_too_few_processors(capsys):
+    arguments = ["launch", "--nproc-per-node", "4000", "--cpu-affinity", "all", "train.py"]
+    assert main(arguments) == 1
+    assert "one for each worker and each thread of 2 servers" in capsys.readouterr().err
+    assert main(["launch", "--nproc-per-node", "1", "--cpu-affinity", "4000", "train.py"]) == 1
+    assert "which this process may use, got 4000" in capsys.readouterr().err
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

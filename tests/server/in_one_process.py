@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from world import World, gradients
 
-from thinwire.aggregators import Message, PushPull, TwoShot
-from thinwire.comm.local import check_round
-from thinwire.comm.rounds import Exchange, Pull, Push, Transfer
+from thinwire.aggregators import Hierarchical, Message, NodePushPull, PushPull, TwoShot
+from thinwire.comm.local import check_round, move
+from thinwire.comm.rounds import Exchange, Pull, Push, SendRecv, Transfer
 from thinwire.plan import Plan
 from thinwire.server.protocol import Hello, Kind
 from thinwire.server.service import Service, ServiceOptions
@@ -89,15 +89,19 @@ class Cluster:
     def run(self, exchanges: Sequence[Exchange], layout, order: Sequence[int] | None = None) -> None:
         """Run one exchange per rank; contributions arrive in `order`."""
         order = list(order or range(len(exchanges)))
-        pushes = [next(exchange) for exchange in exchanges]
-        for rank in order:
-            check_round(pushes[rank].round, layout.rounds[0], 0, rank)
-            self.push(pushes[rank], rank)
-        pulls = [next(exchange) for exchange in exchanges]
-        for rank in order:
-            check_round(pulls[rank].round, layout.rounds[1], 1, rank)
-            self.pull(pulls[rank], rank)
-            self.collect(pulls[rank], rank)
+        for position, expected in enumerate(layout.rounds):
+            transfers = [next(exchange) for exchange in exchanges]
+            for rank in order:
+                check_round(transfers[rank].round, expected, position, rank)
+            if isinstance(expected, SendRecv):
+                move(transfers)
+                continue
+            for rank in (rank for rank in order if expected.includes(rank)):
+                if isinstance(expected, Push):
+                    self.push(transfers[rank], rank)
+                else:
+                    self.pull(transfers[rank], rank)
+                    self.collect(transfers[rank], rank)
         for exchange in exchanges:
             assert next(exchange, None) is None
 
@@ -106,12 +110,20 @@ class ServedWorld(World):
     """A `World` whose means are formed by services."""
 
     def __init__(
-        self, two_shot: TwoShot, world_size: int, num_servers: int = 1, order=None, options=None, **kwargs
+        self,
+        exchange: TwoShot | Hierarchical,
+        world_size: int,
+        num_servers: int = 1,
+        order=None,
+        options=None,
+        **kwargs,
     ) -> None:
         self.num_servers, self.arrival = num_servers, order
         self.cluster = Cluster(world_size, num_servers, **(options or {}))
         self.loss_scales: list[float] = []
-        served = PushPull(up=two_shot.up, down=two_shot.down, feedback=two_shot.feedback, num_servers=num_servers)
+        kind = PushPull if isinstance(exchange, TwoShot) else NodePushPull
+        settings = {field.name: getattr(exchange, field.name) for field in dataclasses.fields(exchange)}
+        served = kind(**settings, num_servers=num_servers)
         super().__init__(served, world_size, **kwargs)
         dealt = itertools.cycle(range(num_servers))
         params = tuple(
@@ -140,7 +152,8 @@ class ServedWorld(World):
                         block.residual_scale = p.aggregator.feedback.residual_scale(unit_ratio)
                     block.used = p.name not in (unused or {}).get(rank, ())
                     message.blocks.append(block)
-            exchanges = [PushPull.exchange(message) for message in messages]
+            kind = type(layout.partitions[0].aggregator)
+            exchanges = [kind.exchange(message) for message in messages]
             self.cluster.run(exchanges, layout, self.arrival)
             self.messages.append(messages)
         self.step += 1

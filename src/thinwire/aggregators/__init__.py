@@ -11,11 +11,13 @@ from thinwire.aggregators.dense import Dense as Dense
 from thinwire.aggregators.gather import Gather as Gather
 from thinwire.aggregators.header import MANY as MANY
 from thinwire.aggregators.hierarchical import Hierarchical as Hierarchical
-from thinwire.aggregators.hierarchical import between_nodes_nbytes as between_nodes_nbytes
 from thinwire.aggregators.message import MEAN as MEAN
 from thinwire.aggregators.message import Block as Block
 from thinwire.aggregators.message import Message as Message
 from thinwire.aggregators.message import Section as Section
+from thinwire.aggregators.node_push_pull import NodePushPull as NodePushPull
+from thinwire.aggregators.node_push_pull import ThroughServers as ThroughServers
+from thinwire.aggregators.node_push_pull import between_nodes_nbytes as between_nodes_nbytes
 from thinwire.aggregators.power_sgd import PowerSGD as PowerSGD
 from thinwire.aggregators.push_pull import PushPull as PushPull
 from thinwire.aggregators.reduce_scatter import ReduceScatter as ReduceScatter

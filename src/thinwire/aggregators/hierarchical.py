@@ -205,7 +205,7 @@ class Hierarchical(Aggregator):
         if any(read_header(one, len(layout.names))[1] for one in split(all_headers, [header] * len(mates))):
             message.hold(represented)
         else:
-            _sum_in_node(message, arriving, blocks, rank - mates[0])
+            sum_in_node(message, arriving, blocks, rank - mates[0])
             bad = message.encode(represented, send)
         buffers.give(received)
         for block in split(send, sizes):
@@ -251,18 +251,6 @@ class Hierarchical(Aggregator):
         message.finish()
 
 
-def between_nodes_nbytes(layout: MessageLayout) -> list[int]:
-    """Return, per node, the bytes of a message that leave it."""
-    aggregator = layout.partitions[0].aggregator
-    assert isinstance(aggregator, Hierarchical)
-    nodes = _nodes(aggregator, layout.world_size)
-    sent = [0] * len(nodes.sizes)
-    for between in layout.rounds[1:3]:
-        for rank, nbytes in enumerate(between.sent_nbytes_by_rank()):
-            sent[nodes.of[rank]] += nbytes
-    return sent
-
-
 def _nodes(aggregator: Hierarchical, world_size: int) -> Nodes:
     sizes = aggregator.for_world(world_size).node_sizes
     assert isinstance(sizes, tuple)
@@ -273,7 +261,7 @@ def _with_own(blocks: list[Tensor], place: int, own: Tensor) -> list[Tensor]:
     return [*blocks[:place], own, *blocks[place:]]
 
 
-def _sum_in_node(message: Message, arriving: Section, blocks: Sequence[Tensor], place: int) -> None:
+def sum_in_node(message: Message, arriving: Section, blocks: Sequence[Tensor], place: int) -> None:
     """Add up a node's gradients in rank order; this rank's own, the `place`-th, lie in the values."""
     values = [message.blocks[i].value for i in arriving.places]
     own = [value.clone() for value in values] if place else []

@@ -19,6 +19,7 @@ from thinwire.aggregators.header import MANY, bitmap, names_in
 from thinwire.aggregators.message import MEAN, Message, Section
 from thinwire.aggregators.owners import fill, places_of_all
 from thinwire.aggregators.push_pull_header import (
+    MIXED,
     SCALES_DIFFER,
     UNDELIVERED,
     PushHeader,
@@ -28,6 +29,7 @@ from thinwire.aggregators.push_pull_header import (
     read_pull_header,
     write_push_header,
 )
+from thinwire.comm.nodes import Nodes
 from thinwire.comm.rounds import Exchange, Pull, Push, Transfer
 from thinwire.compressors import Compressor, is_exact
 from thinwire.errors import RecipeError
@@ -101,28 +103,7 @@ class PushPull(Aggregator):
     @staticmethod
     def lay_out(partitions: Sequence[Partition], world_size: int) -> MessageLayout:
         """Per server one block each way: a header, then its partitions; nothing for a server that owns none of them."""
-        num_servers = max(_settings(partition).num_servers for partition in partitions)
-        names = tuple(dict.fromkeys(partition.name for partition in partitions))
-        owned = [[p for p in partitions if p.owner == server] for server in range(num_servers)]
-        up_header = [push_header_nbytes(len(names), num_rates(own)) for own in owned]
-        down_header = pull_header_nbytes(len(names), world_size)
-        up_nbytes, up = fill(partitions, num_servers, lambda p: p.aggregator.up.nbytes(p.spec))
-        down_nbytes, down = fill(partitions, num_servers, lambda p: p.aggregator.down.nbytes(p.spec))
-        contents = tuple(describe(own, names, world_size) if own else "" for own in owned)
-        push_nbytes = tuple(
-            header + nbytes if own else 0 for own, header, nbytes in zip(owned, up_header, up_nbytes, strict=True)
-        )
-        pull_nbytes = tuple(down_header + nbytes if own else 0 for own, nbytes in zip(owned, down_nbytes, strict=True))
-        return MessageLayout(
-            partitions=tuple(partitions),
-            world_size=world_size,
-            rounds=(Push(push_nbytes, contents, world_size), Pull(pull_nbytes, contents, world_size)),
-            names=names,
-            header_nbytes=down_header,
-            up=tuple(up_header[p.owner] + start for p, start in zip(partitions, up, strict=True)),
-            down=tuple(down_header + start for start in down),
-            details=tuple(map(tuple, owned)),
-        )
+        return lay_out_for_servers(partitions, world_size, max(_settings(p).num_servers for p in partitions))
 
     @staticmethod
     def exchange(message: Message) -> Exchange:
@@ -140,7 +121,13 @@ class PushPull(Aggregator):
         up, down = message.sections
         send = buffers.take(sum(push.nbytes))
         bad = message.encode(up, send)
-        write_headers(message, split(send, push.nbytes), bad)
+        write_headers(
+            message,
+            split(send, push.nbytes),
+            used=bitmap(layout.names, {block.partition.name for block in message.blocks if block.used}),
+            nonfinite=bitmap(layout.names, bad),
+            who=1 << message.rank if bad else 0,
+        )
         yield Transfer(push, send, send[:0])
 
         means = buffers.take(sum(pull.nbytes))
@@ -168,11 +155,40 @@ def num_rates(partitions: Sequence[Partition]) -> int:
     return len(partitions) if needed else 0
 
 
-def describe(partitions: Sequence[Partition], names: Sequence[str], world_size: int) -> str:
+def lay_out_for_servers(
+    partitions: Sequence[Partition], world_size: int, num_servers: int, nodes: Nodes | None = None
+) -> MessageLayout:
+    """Place partitions in one block per server and direction; with `nodes` the first rank of each takes part alone."""
+    names = tuple(dict.fromkeys(partition.name for partition in partitions))
+    owned = [[p for p in partitions if p.owner == server] for server in range(num_servers)]
+    up_header = [push_header_nbytes(len(names), num_rates(own), world_size) for own in owned]
+    down_header = pull_header_nbytes(len(names), world_size)
+    up_nbytes, up = fill(partitions, num_servers, lambda p: p.aggregator.up.nbytes(p.spec))
+    down_nbytes, down = fill(partitions, num_servers, lambda p: p.aggregator.down.nbytes(p.spec))
+    contents = tuple(describe(own, names, world_size, nodes) if own else "" for own in owned)
+    push_nbytes = tuple(
+        header + nbytes if own else 0 for own, header, nbytes in zip(owned, up_header, up_nbytes, strict=True)
+    )
+    pull_nbytes = tuple(down_header + nbytes if own else 0 for own, nbytes in zip(owned, down_nbytes, strict=True))
+    ranks = None if nodes is None else nodes.firsts
+    return MessageLayout(
+        partitions=tuple(partitions),
+        world_size=world_size,
+        rounds=(Push(push_nbytes, contents, world_size, ranks), Pull(pull_nbytes, contents, world_size, ranks)),
+        names=names,
+        header_nbytes=down_header,
+        up=tuple(up_header[p.owner] + start for p, start in zip(partitions, up, strict=True)),
+        down=tuple(down_header + start for start in down),
+        details=tuple(map(tuple, owned)),
+    )
+
+
+def describe(partitions: Sequence[Partition], names: Sequence[str], world_size: int, nodes: Nodes | None = None) -> str:
     """Return a text from which a server knows all about its block of a message: JSON, equal on all workers."""
     return json.dumps(
         {
             "world_size": world_size,
+            "nodes": None if nodes is None else nodes.sizes,
             "num_names": len(names),
             "partitions": [
                 {
@@ -194,23 +210,26 @@ def describe(partitions: Sequence[Partition], names: Sequence[str], world_size: 
     )
 
 
-def write_headers(message: Message, blocks: Sequence[Tensor], bad: set[str]) -> None:
-    """Write the header of every server's block."""
-    layout, names = message.layout, message.layout.names
-    owned: tuple[tuple[Partition, ...], ...] = layout.details  # type: ignore[assignment]
-    used = bitmap(names, {block.partition.name for block in message.blocks if block.used})
+def write_headers(
+    message: Message, blocks: Sequence[Tensor], *, used: int, nonfinite: int, who: int, mixed: bool = False
+) -> None:
+    """Write the header of every server's block; see `PushHeader` for the bitmaps, and `MIXED`."""
+    names, world_size = message.layout.names, message.layout.world_size
+    owned: tuple[tuple[Partition, ...], ...] = message.layout.details  # type: ignore[assignment]
     rates = {block.partition.name: block.learning_rate for block in message.blocks}
     for own, out in zip(owned, blocks, strict=True):
         if own:
             header = PushHeader(
                 step=message.step,
-                flags=UNDELIVERED if message.undelivered else 0,
+                flags=(UNDELIVERED if message.undelivered else 0) | (MIXED if mixed else 0),
                 used=used,
-                nonfinite=bitmap(names, bad),
+                nonfinite=nonfinite,
+                who=who,
                 loss_scale=message.loss_scale,
                 rates=tuple(rates[p.name] for p in own) if num_rates(own) else (),
             )
-            write_push_header(out[: push_header_nbytes(len(names), len(header.rates))], len(names), header)
+            nbytes = push_header_nbytes(len(names), len(header.rates), world_size)
+            write_push_header(out[:nbytes], len(names), world_size, header)
 
 
 def read_headers(message: Message, blocks: Sequence[Tensor]) -> None:

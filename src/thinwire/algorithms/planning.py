@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.aggregators import PushPull
+from thinwire.aggregators import ThroughServers
 from thinwire.algorithms.tracked import Tracked
 from thinwire.allocate import Allocate
 from thinwire.errors import AttachError, PlanError
@@ -19,7 +19,7 @@ def plan_differences(found: Sequence[Tracked], recipe: Phase, world_size: int, o
     """Resolve a recipe against what is kept equal. Differences are float32 whatever the parameter is.
 
     Raises:
-        AttachError: a schedule, `Allocate`, or `PushPull`.
+        AttachError: a schedule, `Allocate`, or an exchange through servers.
         PlanError: feedback that is a momentum, or follows a learning rate; and as `build_plan` does.
         RecipeError: as `build_plan` does.
     """
@@ -32,10 +32,9 @@ def plan_differences(found: Sequence[Tracked], recipe: Phase, world_size: int, o
     params = [(one.name, shapes[one.name]) for one in found if one.trained]
     plan = build_plan(params, recipe, world_size, options, all_reduce=False)
     for param in plan.params:
-        if isinstance(param.aggregator, PushPull):
-            raise AttachError(
-                f"{param.info.name}: expected an exchange between ranks, got PushPull, which needs servers"
-            )
+        if isinstance(param.aggregator, ThroughServers):
+            kind = type(param.aggregator).__name__
+            raise AttachError(f"{param.info.name}: expected an exchange between ranks, got {kind}, which needs servers")
         feedback = param.aggregator.feedback
         if isinstance(feedback, MomentumCorrection) or (feedback is not None and feedback.needs_learning_rate):
             raise PlanError(

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.bench import positive_int
+from thinwire.cli.bench import argument, positive_int
+from thinwire.server.cpus import parse_cpus_or_all
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -28,6 +29,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="that `thinwire keys` made; free on one machine")
     parser.add_argument("--on-worker-loss", choices=("fail", "continue"), default="fail", help="default: fail")
     parser.add_argument("--threads", type=positive_int, default=1, help="of every server (default: 1)")
+    parser.add_argument(
+        "--cpu-affinity",
+        type=argument(parse_cpus_or_all),
+        metavar="CPUS",
+        help="processors of this node, such as 0-15, or all: every server and every worker gets some of its own",
+    )
+    parser.add_argument(
+        "--leader-share",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="of these the first worker gets N times as many as each other (default: 2)",
+    )
     parser.add_argument("script", help="what workers run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -47,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
             port=args.port,
             master_port=args.master_port,
             keys=args.keys,
-            server_arguments=("--on-worker-loss", args.on_worker_loss, "--threads", str(args.threads)),
+            threads=args.threads,
+            cpus=None if args.cpu_affinity is None else frozenset(args.cpu_affinity),
+            leader_share=args.leader_share,
+            server_arguments=("--on-worker-loss", args.on_worker_loss),
             script=(args.script, *args.arguments),
         )
     )

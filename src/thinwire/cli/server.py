@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.bench import argument, positive, positive_int
-from thinwire.errors import ServerError
+from thinwire.server.cpus import check_cpus, format_cpus, parse_cpus
 
 if TYPE_CHECKING:
     from thinwire.server.metrics import StatusLine
@@ -72,18 +72,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Serve."""
+    where = ""
+    if args.cpu_affinity is not None:  # first of all: threads inherit it
+        check_cpus(args.cpu_affinity)
+        os.sched_setaffinity(0, args.cpu_affinity)
+        where = f" on processors {format_cpus(args.cpu_affinity)}"
     from thinwire.server.keys import ServerKeys
     from thinwire.server.metrics import StatusLine, serve_metrics
     from thinwire.server.process import Server
     from thinwire.server.service import ServiceOptions
 
     index, num = args.server_index
-    if args.cpu_affinity is not None:
-        try:
-            os.sched_setaffinity(0, args.cpu_affinity)
-        except OSError:
-            allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-            raise ServerError(f"--cpu-affinity: expected some of the processors {allowed}") from None
     options = ServiceOptions(
         num_workers=args.num_workers,
         server=index,
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     server = Server(args.bind, options, None if args.keys is None else ServerKeys.read(args.keys))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    print(f"server {index} of {num} for {args.num_workers} workers at {server.address}", flush=True)
+    print(f"server {index} of {num} for {args.num_workers} workers{where} at {server.address}", flush=True)
     if args.metrics is not None:
         port = serve_metrics(server, args.metrics)
         print(f"metrics at http://127.0.0.1:{port}/metrics", flush=True)
@@ -123,16 +122,3 @@ def parse_index(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"expected which of how many servers, such as 0/2 or 1/2, got {text!r}")
     return int(found[1]), int(found[2])
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Read processors and ranges of them.
-
-    >>> sorted(parse_cpus("0,2-4"))
-    [0, 2, 3, 4]
-    """
-    found = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
-    if found is None:
-        raise ValueError(f"expected processors such as 0,2-5, got {text!r}")
-    ends = ([int(end) for end in part.split("-")] for part in text.split(","))
-    return {cpu for first, *last in ends for cpu in range(first, (last[0] if last else first) + 1)}

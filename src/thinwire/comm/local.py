@@ -23,7 +23,7 @@ def run_lock_step(exchanges: Sequence[Exchange], schedule: Sequence[Round]) -> N
         transfers = [next(exchange, None) for exchange in exchanges]
         for rank, transfer in enumerate(transfers):
             check_round(None if transfer is None else transfer.round, expected, position, rank)
-        _move([transfer for transfer in transfers if transfer is not None])
+        move([transfer for transfer in transfers if transfer is not None])
     for rank, exchange in enumerate(exchanges):
         extra = next(exchange, None)
         check_round(None if extra is None else extra.round, None, len(schedule), rank)
@@ -35,7 +35,8 @@ def check_round(got: Round | None, expected: Round | None, position: int, rank: 
         raise ScheduleError(f"rank {rank}, round {position}: the schedule says {expected}, the exchange yields {got}")
 
 
-def _move(transfers: Sequence[Transfer]) -> None:
+def move(transfers: Sequence[Transfer]) -> None:
+    """Do one round, of which these are all ranks' transfers."""
     match transfers[0].round:
         case AllToAll(nbytes):
             starts = [sum(nbytes[:d]) for d in range(len(nbytes))]

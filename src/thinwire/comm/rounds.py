@@ -106,37 +106,56 @@ class SendRecv:
 class Push:
     """Every rank sends nbytes[s] bytes to server s, in a frame, for every s; nothing where that is 0.
 
-    contents[s] describes what those bytes are; the server is told it once, and frames name it by its digest.
+    contents[s] describes what those bytes are; the server is told it once, and frames name it by its digest. With
+    `ranks` only these do it, each for others, too.
     """
 
     nbytes: tuple[int, ...]
     contents: tuple[str, ...]
     world_size: int
+    ranks: tuple[int, ...] | None = None
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`, headers of frames included."""
-        return sum(FRAME_NBYTES + nbytes for nbytes in self.nbytes if nbytes)
+        return sum(FRAME_NBYTES + nbytes for nbytes in self.nbytes if nbytes) if self.includes(rank) else 0
 
     def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""
-        return [self.sent_nbytes(0)] * self.world_size
+        return _by_rank(self)
+
+    def includes(self, rank: int) -> bool:
+        """Whether `rank` takes part."""
+        return self.ranks is None or rank in self.ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Every rank asks server s for nbytes[s] bytes, the same for all ranks, for every s; not where that is 0."""
+    """Every rank asks server s for nbytes[s] bytes, the same for all ranks, for every s; not where that is 0.
+
+    With `ranks` only these do.
+    """
 
     nbytes: tuple[int, ...]
     contents: tuple[str, ...]
     world_size: int
+    ranks: tuple[int, ...] | None = None
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that leave `rank`: requests. What is asked for leaves the servers."""
-        return FRAME_NBYTES * sum(nbytes > 0 for nbytes in self.nbytes)
+        return FRAME_NBYTES * sum(nbytes > 0 for nbytes in self.nbytes) if self.includes(rank) else 0
 
     def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""
-        return [self.sent_nbytes(0)] * self.world_size
+        return _by_rank(self)
+
+    def includes(self, rank: int) -> bool:
+        """Whether `rank` takes part."""
+        return self.ranks is None or rank in self.ranks
+
+
+def _by_rank(served: Push | Pull) -> list[int]:
+    each = served.sent_nbytes(0 if served.ranks is None else served.ranks[0])
+    return [each if served.includes(rank) else 0 for rank in range(served.world_size)]
 
 
 Round = AllToAll | AllGather | AllReduce | SendRecv | NodeRound | Push | Pull
@@ -150,7 +169,8 @@ class Transfer:
     nbytes[rank] bytes, by source. AllGather: `send` holds the rank's own block, `receive` gets all blocks by source.
     AllReduce: `send` is combined in place and `receive` is the same tensor. SendRecv and NodeRound: moves are cut from
     `send`, and `receive` gets what arrives. Push: `send` holds the blocks for server 0, 1, ..., and must stay as it is
-    until the pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, ....
+    until the pull of the same contents is done. Pull: `receive` gets the blocks of servers 0, 1, .... Who takes no
+    part in one of these two has empty buffers.
     """
 
     round: Round
@@ -174,9 +194,9 @@ def buffer_sizes(round_: Round, rank: int) -> tuple[int, int]:
         case SendRecv() | NodeRound():
             return round_.sent_nbytes(rank), round_.received_nbytes(rank)
         case Push(nbytes):
-            return sum(nbytes), 0
+            return (sum(nbytes) if round_.includes(rank) else 0), 0
         case Pull(nbytes):
-            return 0, sum(nbytes)
+            return 0, (sum(nbytes) if round_.includes(rank) else 0)
 
 
 def cut(transfer: Transfer, moves: SendRecv | NodeRound, rank: int) -> tuple[dict[int, Tensor], list[Tensor]]:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Gather, Hierarchical, PushPull
+from thinwire.aggregators import Gather, Hierarchical, NodePushPull, ThroughServers
 from thinwire.allocate import Allocate
 from thinwire.comm.device import Cuda, Device
 from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
-from thinwire.errors import AttachError, RecipeError
+from thinwire.errors import AttachError, PlanError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.driver import ServedDriver, Servers
@@ -91,10 +91,12 @@ def make_link(
         phases = build_phases(_trained(model), recipe, world_size, known, start_after=start_after)
         if servers is None and (pushed := _pushed(phases)):
             raise AttachError(
-                f"{pushed[0]}: PushPull needs parameter servers: attach(..., servers=['tcp://HOST:PORT'])"
+                f"{pushed[0]}: its exchange needs parameter servers: attach(..., servers=['tcp://HOST:PORT'])"
             )
         if nodes is not None and not any(
-            isinstance(param.aggregator, Hierarchical) for plan in phases.all_plans for param in plan.params
+            isinstance(param.aggregator, Hierarchical | NodePushPull)
+            for plan in phases.all_plans
+            for param in plan.params
         ):
             raise AttachError("nodes: expected a recipe that knows of nodes, as 'hier/int8' does; drop the argument")
         if scaler is not None and (voting := _voting(phases)):
@@ -160,7 +162,13 @@ def make_link(
 
 
 def _open(served: ServedDriver, phases: Phases) -> Phases:
-    served.open(phases.lines())
+    aggregators = (param.aggregator for plan in phases.all_plans for param in plan.params)
+    sizes = {one.node_sizes for one in aggregators if isinstance(one, NodePushPull)}
+    if len(sizes) > 1:
+        raise PlanError(f"expected the same nodes in all phases, got {', '.join(map(str, sizes))}")
+    found = next(iter(sizes), None)
+    assert not isinstance(found, int)  # the plan has filled in the size of each
+    served.open(phases.lines(), found)
     return phases
 
 
@@ -245,7 +253,7 @@ def _momentum(plan: Plan) -> MomentumCorrection | None:
 def _pushed(phases: Phases) -> list[str]:
     """Return the parameters whose mean servers are to form, in any phase."""
     settings = ((param.info.name, param.aggregator) for plan in phases.all_plans for param in plan.params)
-    return [name for name, aggregator in settings if isinstance(aggregator, PushPull)]
+    return [name for name, aggregator in settings if isinstance(aggregator, ThroughServers)]
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer, sent: MomentumCorrection | None) -> None:

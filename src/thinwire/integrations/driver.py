@@ -47,8 +47,8 @@ class ServedDriver(Driver, Protocol):
         """What ended the run, if something has."""
         ...
 
-    def open(self, plan: Sequence[str]) -> None:
-        """Connect, and let servers compare the plans of all workers. Raises what they find."""
+    def open(self, plan: Sequence[str], node_sizes: tuple[int, ...] | None = None) -> None:
+        """Connect, also to a node's ranks, and let servers compare the plans of all workers. Raises what they find."""
         ...
 
     def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Partition, PushPull
+from thinwire.aggregators import Partition, ThroughServers
 from thinwire.errors import StateError
 from thinwire.integrations.driver import ServedDriver
 from thinwire.phases import Phases
@@ -26,7 +26,7 @@ class OwedByServers:
     def __init__(self, driver: ServedDriver, phases: Phases, state: State, rank: int) -> None:
         self._driver, self._state = driver, state
         every = (param for plan in phases.all_plans for param in plan.params)
-        owed = {p.info.name for p in every if isinstance(p.aggregator, PushPull) and p.aggregator.kept_by_servers}
+        owed = {p.info.name for p in every if isinstance(p.aggregator, ThroughServers) and p.aggregator.kept_by_servers}
         kept = phases.kept
         self._numel = {param.info.name: param.info.numel for param in kept.params if param.info.name in owed}
         partitions = [p for param in kept.params if param.info.name in owed for p in param.partitions]

@@ -48,6 +48,7 @@ class Channel:
         heartbeat_s: how often servers hear of this worker, and answer.
         heartbeat_timeout_s: a server that says nothing for so long is lost.
         timeout_s: an answer that does not come for so long is an error, even where all are alive.
+        mates: the other ranks of this node, without which this one cannot go on.
         fail: called once, in the channel's thread, with what ended the run.
 
     Attributes:
@@ -66,13 +67,14 @@ class Channel:
         heartbeat_s: float,
         heartbeat_timeout_s: float,
         timeout_s: float,
+        mates: Sequence[int] = (),
         fail: Callable[[BaseException], None],
     ) -> None:
         self.refused: Counter[str] = Counter()
         self.clock = 0
         self._addresses, self._session, self._rank, self._world_size = list(addresses), session, rank, world_size
         self._heartbeat_s, self._heartbeat_timeout_s, self._timeout_s = heartbeat_s, heartbeat_timeout_s, timeout_s
-        self._fail = fail
+        self._mates, self._fail = list(mates), fail
         zmq = zmq_module()
         self._context = zmq.Context()
         self._sockets: list[Any] = []
@@ -232,6 +234,7 @@ class Channel:
                 clocks = Clocks.parse(frame.payload).clocks
                 if len(clocks) == self._world_size:
                     self._clocks = clocks
+                    self._check_mates(server)
             case Kind.ERROR:
                 failure = Failure.parse(frame.payload)
                 if failure.kind == "busy" and not self._welcome.is_set():
@@ -259,6 +262,17 @@ class Channel:
             raise WireError(f"pull: expected {awaited.into.numel()} bytes, got {data.nbytes}")
         awaited.into.numpy()[:] = data
         awaited.done()
+
+    def _check_mates(self, server: int) -> None:
+        """End the run here where a rank of this node is gone: other nodes may go on without this one."""
+        gone = [rank for rank in self._mates if self._clocks[rank] < 0]
+        if gone and self._welcome.is_set():
+            self._end(
+                RankLostError(
+                    f"{self._name(server)} takes rank {', '.join(map(str, gone))} of this node for lost, without "
+                    "whom this one cannot take part"
+                )
+            )
 
     def _check(self, now_s: float) -> None:
         """End the run where a server is silent, or an answer does not come."""

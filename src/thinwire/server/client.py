@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import Partition
+from thinwire.aggregators import Nodes, Partition
 from thinwire.comm.lane import Lane
 from thinwire.comm.local import check_round
+from thinwire.comm.mesh import MeshClosedError, MeshError
 from thinwire.comm.process_group import (
     DEFAULT_TIMEOUT,
     Outcome,
@@ -26,15 +27,17 @@ from thinwire.comm.process_group import (
     own_store,
     perform,
 )
-from thinwire.comm.rounds import Exchange, Pull, Push, Round, Transfer
+from thinwire.comm.rounds import Exchange, Pull, Push, Round, SendRecv, Transfer
 from thinwire.comm.tracing import span
-from thinwire.errors import AttachError, ServerError
+from thinwire.errors import AttachError, RankLostError, ServerError
 from thinwire.server.channel import LEAVE_S, Channel
 from thinwire.server.keys import WorkerKeys
+from thinwire.server.node import NodeLanes
 from thinwire.server.protocol import Kind, Residuals, pack_values
 from thinwire.server.sockets import check_address, is_loopback, zmq_module
 from thinwire.wire import digest_of, split
 
+NEWS_S = 1.0  # for servers to say why a rank of this node is gone, before it is told as seen from here
 QUESTION_NBYTES = 1 << 24  # of residuals that one frame asks for or sets, about
 DEPTH = 16  # exchanges under way at once, by default
 
@@ -99,6 +102,8 @@ class _Ticket:
     outcome: Outcome = field(default_factory=Outcome)
     transfer: Transfer | None = None  # of the round under way: keeps its buffers alive
     outstanding: int = 0  # answers that this round waits for
+    # Of rounds inside a node: set when their transfer is ready, or will never be, after an error.
+    ready: dict[int, threading.Event] = field(default_factory=lambda: {})
     started_s: float = 0.0
 
 
@@ -106,7 +111,8 @@ class ServerDriver:
     """Runs many exchanges at once through parameter servers: `OverlappedDriver`'s methods, other rounds.
 
     Exchanges whose rounds are all-reduces (of parameters that no compressor takes) go through a process group of their
-    own, one after another. After an error every exchange, present or future, fails with it, and servers are told.
+    own, one after another. Rounds inside a node have lanes of their own (`NodeLanes`), where they run in the order of
+    exchanges. After an error every exchange, present or future, fails with it, and servers are told.
 
     Args:
         servers: where they are.
@@ -142,6 +148,9 @@ class ServerDriver:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="thinwire-codec")
         self._lane = Lane(self._group, None, "thinwire-all-reduce")
         self._channel: Channel | None = None
+        self._ranks = ranks
+        self._node: NodeLanes | None = None
+        self._told = threading.Event()  # there is an error
         self._lock = threading.Lock()
         self._waiting, self._open = deque[_Ticket](), set[_Ticket]()
         self._under_way = 0
@@ -149,14 +158,22 @@ class ServerDriver:
         self._asked = 0  # questions to servers, each with a number
         self._error: BaseException | None = None
 
-    def open(self, plan: Sequence[str]) -> None:
-        """Connect to all servers, which compare the plans of all workers.
+    def open(self, plan: Sequence[str], node_sizes: tuple[int, ...] | None = None) -> None:
+        """Connect to all servers, which compare the plans of all workers, and to the ranks of this node.
+
+        Args:
+            plan: all that must agree between workers, one fact a line.
+            node_sizes: ranks of each node, where exchanges go through nodes.
 
         Raises:
             PlanError: they differ; the first difference is named. Or a server was started for another run.
             ServerError: a server does not answer in time.
         """
-        servers = self._servers
+        servers, mates = self._servers, list[int]()
+        if node_sizes is not None:
+            nodes = Nodes.sized(node_sizes)
+            mates = [rank for rank in nodes.ranks(nodes.of[self.rank]) if rank != self.rank]
+            self._node = NodeLanes(self._ranks, self.rank, nodes, self._timeout) if mates else None
         self._channel = Channel(
             servers.addresses,
             session=self._session,
@@ -166,6 +183,7 @@ class ServerDriver:
             heartbeat_s=servers.heartbeat_s,
             heartbeat_timeout_s=servers.heartbeat_timeout_s,
             timeout_s=self._timeout.total_seconds(),
+            mates=mates,
             fail=self.fail,
         )
         self._channel.hello("\n".join(plan), servers.connect_timeout_s)
@@ -185,14 +203,22 @@ class ServerDriver:
                 return ticket.done
             self._channel.clock += 1
             self._open.add(ticket)
-            served = all(isinstance(round_, Push | Pull) for round_ in schedule)
+            served = all(isinstance(round_, Push | Pull | SendRecv) for round_ in schedule)
             if served:
+                self._queue_rounds_inside(ticket)
                 self._waiting.append(ticket)
         if served:
             self._start_waiting()
         else:
             self._lane.submit(functools.partial(self._all_reduce, ticket))
         return ticket.done
+
+    def _queue_rounds_inside(self, ticket: _Ticket) -> None:
+        """Queue an exchange's rounds inside this node, each in its lane; they wait there for their transfers."""
+        for position, round_ in enumerate(ticket.schedule):
+            if isinstance(round_, SendRecv) and self._node is not None:
+                ticket.ready[position] = threading.Event()
+                self._node.lane(position).submit(functools.partial(self._run_inside, ticket, position))
 
     def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:
         """Return what servers owe of these partitions, (numel,) float32 each. Between steps only.
@@ -254,7 +280,12 @@ class ServerDriver:
             failed = list(self._open)
             self._open.clear()
             self._waiting.clear()
+        self._told.set()
+        if self._node is not None:
+            self._node.interrupt()
         for ticket in failed:
+            for ready in ticket.ready.values():
+                ready.set()
             ticket.done.set_exception(error)
         if self._channel is not None:
             self._channel.leave(f"{type(error).__name__}: {error}")
@@ -267,6 +298,8 @@ class ServerDriver:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+        if self._node is not None:
+            self._node.close(None if self._error is None else LEAVE_S)
         self._pool.shutdown(cancel_futures=True)
         self._lane.close(None if self._error is None else LEAVE_S)
 
@@ -301,12 +334,17 @@ class ServerDriver:
                 ticket.transfer = transfer
                 ticket.outcome.sent_nbytes += transfer.round.sent_nbytes(self.rank)
                 ticket.outcome.num_collectives += 1
-                if isinstance(transfer.round, Push):
-                    self._push(transfer, transfer.round)
-                else:
-                    assert isinstance(transfer.round, Pull)
-                    self._pull(ticket, transfer, transfer.round)
-                    return
+                match transfer.round:
+                    case SendRecv() if position in ticket.ready:
+                        ticket.ready[position].set()
+                        return
+                    case Push() as push if push.includes(self.rank):
+                        self._push(transfer, push)
+                    case Pull() as pull if pull.includes(self.rank):
+                        self._pull(ticket, transfer, pull)
+                        return
+                    case _:  # this rank moves nothing
+                        assert not transfer.round.sent_nbytes(self.rank)
         except BaseException as error:
             self.fail(error)
 
@@ -339,6 +377,28 @@ class ServerDriver:
         ticket.outstanding -= 1  # by the channel's thread, which alone gets here
         if not ticket.outstanding:
             ticket.outcome.transport_s += time.perf_counter() - ticket.started_s
+            self._pool.submit(self._advance, ticket)
+
+    def _run_inside(self, ticket: _Ticket, position: int) -> None:
+        """Perform one round inside this node, in the lane's thread."""
+        with span("wait", ticket.name, round=position):
+            ticket.ready[position].wait()
+        node, transfer = self._node, ticket.transfer
+        if self._error is not None or node is None or transfer is None:
+            return
+        started = time.perf_counter()
+        try:
+            with span("transport", f"{ticket.name} SendRecv", round=position):
+                node.perform(transfer, node.lane(position))
+        except MeshClosedError:
+            return  # from this side, after an error
+        except BaseException as error:
+            # Servers hear of whoever gave up, and why, and miss whoever died; gloo does not even say who that is.
+            self._told.wait(NEWS_S + (0.0 if isinstance(error, MeshError) else self._servers.heartbeat_timeout_s))
+            self.fail(RankLostError(f"round {position} of {ticket.name}, inside the node: {error}"))
+            return
+        ticket.outcome.transport_s += time.perf_counter() - started
+        if self._error is None:
             self._pool.submit(self._advance, ticket)
 
     def _all_reduce(self, ticket: _Ticket) -> None:

@@ -1,14 +1,16 @@
 """What the bytes of a push and of a pull are, read from the text in which workers describe it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from thinwire.aggregators import MessageLayout, Partition, TwoShot
+from thinwire.aggregators import MessageLayout, Nodes, Partition, TwoShot
 from thinwire.aggregators.push_pull import num_rates, server_work
 from thinwire.aggregators.push_pull_header import pull_header_nbytes, push_header_nbytes
+from thinwire.comm.nodes import sizes_for
 from thinwire.errors import WireError
 from thinwire.recipes import parse_compressor, parse_feedback
 from thinwire.spec import COMPRESSIBLE_DTYPES
@@ -26,6 +28,7 @@ class Content:
     Attributes:
         layout: its partitions, and where their bytes begin in a push (`up`) and in a pull (`down`).
         num_names: parameters of the whole message, which headers have bits for.
+        stands_for: of every worker that pushes, how many ranks its sum is over.
         places: per partition, which of these bits is its parameter's.
         num_rates: learning rates in a push's header.
         push_nbytes: of a push, header included.
@@ -34,6 +37,7 @@ class Content:
 
     layout: MessageLayout
     num_names: int
+    stands_for: Mapping[int, int]
     places: tuple[int, ...]
     num_rates: int
     push_nbytes: int
@@ -69,12 +73,13 @@ def parse_content(text: str, world_size: int) -> Content:
         partitions, places = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
         if len({(p.name, p.offset) for p in partitions}) < len(partitions):
             raise ValueError("expected every partition once")
+        stands_for = _stands_for(described["nodes"], world_size)
         rates, header = num_rates(partitions), pull_header_nbytes(num_names, world_size)
         up_nbytes = [p.aggregator.up.nbytes(p.spec) for p in partitions]
         down_nbytes = [p.aggregator.down.nbytes(p.spec) for p in partitions]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"content: {error}") from None
-    up, push_nbytes = _starts(up_nbytes, push_header_nbytes(num_names, rates))
+    up, push_nbytes = _starts(up_nbytes, push_header_nbytes(num_names, rates, world_size))
     down, pull_nbytes = _starts(down_nbytes, header)
     layout = MessageLayout(
         partitions=partitions,
@@ -85,7 +90,19 @@ def parse_content(text: str, world_size: int) -> Content:
         up=up,
         down=down,
     )
-    return Content(layout, num_names, places, rates, push_nbytes, pull_nbytes)
+    return Content(layout, num_names, stands_for, places, rates, push_nbytes, pull_nbytes)
+
+
+def _stands_for(sizes: Any, world_size: int) -> dict[int, int]:
+    """Return of how many ranks every worker that pushes has the sum: of its node, whose first it is, or itself."""
+    if sizes is None:
+        return dict.fromkeys(range(world_size), 1)
+    if not isinstance(sizes, list) or not all(type(size) is int for size in cast(list[Any], sizes)):
+        raise ValueError(f"expected sizes of nodes or null, got {sizes!r:.80}")
+    if (found := sizes_for(cast(list[int], sizes), world_size)) is None:
+        raise ValueError(f"expected sizes of nodes that add up to {world_size}, got {sizes!r:.80}")
+    nodes = Nodes.sized(found)
+    return dict(zip(nodes.firsts, nodes.sizes, strict=True))
 
 
 def _partition(row: Any, num_names: int) -> tuple[Partition, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.errors import ServerError
+from thinwire.server.cpus import check_cpus, describe, format_cpus, share_out
 from thinwire.server.sockets import check_address, is_loopback
 
 ADDRESSES, KEYS = "THINWIRE_SERVERS", "THINWIRE_KEYS"  # what attach(servers="env") reads
@@ -28,11 +29,14 @@ class Launch:
         port: of the first server of every node; the others follow.
         master_port: of the workers' rendezvous, on the first host.
         keys: the folder that `thinwire keys` made; needed unless all is on this machine.
+        threads: of every server.
+        cpus: processors of this node, to be shared out among its servers and workers; None: all run on any.
+        leader_share: how many times as many the first worker gets as each other.
         server_arguments: further ones of `thinwire server`.
         script: what workers run, with its arguments.
 
     Raises:
-        ServerError: a node that is none, or no keys where they are needed.
+        ServerError: a node that is none, no keys where they are needed, or processors that are too few or not allowed.
     """
 
     hosts: tuple[str, ...]
@@ -42,7 +46,10 @@ class Launch:
     port: int
     master_port: int
     keys: Path | None
-    server_arguments: tuple[str, ...]
+    threads: int = 1
+    cpus: frozenset[int] | None = None
+    leader_share: int = 2
+    server_arguments: tuple[str, ...] = ()
     script: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -50,6 +57,22 @@ class Launch:
             raise ServerError(f"--node-rank: expected one of {len(self.hosts)} hosts, from 0, got {self.node_rank}")
         if self.keys is None and not all(map(is_loopback, self.hosts)):
             raise ServerError("--keys: expected a folder made by  thinwire keys FOLDER, since nodes are other machines")
+
+        if self.cpus is not None:
+            check_cpus(self.cpus)
+            self.shares()
+
+    def shares(self) -> tuple[list[set[int]], list[set[int]]]:
+        """Return the processors of every server of this node, and of every worker; none where they run on any."""
+        if self.cpus is None:
+            return [], []
+        return share_out(
+            self.cpus,
+            servers=self.servers_per_node,
+            threads=self.threads,
+            workers=self.nproc_per_node,
+            leader_share=self.leader_share,
+        )
 
     def addresses(self) -> list[str]:
         """Return the address of every server, by its number: node after node."""
@@ -61,13 +84,14 @@ class Launch:
         addresses, num_workers = self.addresses(), self.nproc_per_node * len(self.hosts)
         first = self.node_rank * self.servers_per_node
         keys = [] if self.keys is None else ["--keys", str(self.keys / "server")]
+        pinned = [["--cpu-affinity", format_cpus(cpus)] for cpus in self.shares()[0]] or [[]] * self.servers_per_node
         return [
             [
                 *(sys.executable, "-m", "thinwire", "server", "--bind", self._bind(addresses[index])),
                 *("--num-workers", str(num_workers), "--server-index", f"{index}/{len(addresses)}"),
-                *(*keys, *self.server_arguments),
+                *("--threads", str(self.threads), *keys, *on, *self.server_arguments),
             ]
-            for index in range(first, first + self.servers_per_node)
+            for index, on in enumerate(pinned, start=first)
         ]
 
     def _bind(self, address: str) -> str:
@@ -80,7 +104,13 @@ class Launch:
         """Return the command that starts this node's workers."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc_per_node)]
         torchrun += ["--nnodes", str(len(self.hosts)), "--node-rank", str(self.node_rank)]
-        return [*torchrun, "--master-addr", self.hosts[0], "--master-port", str(self.master_port), *self.script]
+        torchrun += ["--master-addr", self.hosts[0], "--master-port", str(self.master_port)]
+        if self.cpus is None:
+            return [*torchrun, *self.script]
+        # torchrun itself gives every worker one OpenMP thread, unless the user has said how many.
+        threads = "kept" if "OMP_NUM_THREADS" in os.environ else "own"
+        sets = ":".join(map(format_cpus, self.shares()[1]))
+        return [*torchrun, str(Path(__file__).with_name("pin.py")), sets, threads, *self.script]
 
     def environment(self) -> dict[str, str]:
         """Return what workers find in their environment, beside this process's."""
@@ -94,6 +124,8 @@ def run(launch: Launch) -> int:
     Raises:
         ServerError: a server ended before; the workers are ended, too.
     """
+    if launch.cpus is not None:
+        print(describe(*launch.shares()), flush=True)
     servers: list[subprocess.Popen[bytes]] = []
     workers: subprocess.Popen[bytes] | None = None
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.aggregators import Block, BufferPool, Message, Partition, Section
 from thinwire.aggregators.push_pull_header import (
+    MIXED,
     SCALES_DIFFER,
     UNDELIVERED,
     PullHeader,
@@ -136,13 +137,13 @@ class Mean:
         content = self.content
         if data.numel() != content.push_nbytes:
             raise WireError(f"push: expected {content.push_nbytes} bytes, got {data.numel()}")
-        header = read_push_header(data, content.num_names, content.num_rates)
+        header = read_push_header(data, content.num_names, content.num_rates, content.layout.world_size)
         if not self._headers:
             self._begin(header)
         first = self._headers[0][1] if self._headers else header
-        if (header.step, header.flags) != (first.step, first.flags):
+        if (header.step, header.flags & UNDELIVERED) != (first.step, first.flags & UNDELIVERED):
             raise WireError(f"push: expected step {first.step} as of the others, got {header.step}")
-        self._bad = self._bad or header.nonfinite > 0 or header.loss_scale != first.loss_scale
+        self._bad = self._bad or header.nonfinite > 0 or _scales_differ(header, first)
         if not self._bad:
             self._message.decode(self._up, data, accumulate=bool(self._headers))
         self._headers.append((rank, header))
@@ -160,17 +161,20 @@ class Mean:
         content, message = self.content, self._message
         headers = [header for _, header in self._headers]
         first = headers[0]
-        used = nonfinite = who = 0
-        for rank, header in self._headers:
+        used = nonfinite = mean_nonfinite = who = 0
+        for header in headers:
             used |= header.used
-            nonfinite |= header.nonfinite
-            who |= (header.nonfinite > 0) << rank
-        differ = any(header.loss_scale != first.loss_scale for header in headers)
+            if header.who:
+                nonfinite |= header.nonfinite
+                who |= header.who
+            else:  # the sum of a node
+                mean_nonfinite |= header.nonfinite
+        num_present = sum(content.stands_for[rank] for rank, _ in self._headers)
         out = torch.empty(content.pull_nbytes, dtype=torch.uint8)
         bad = set[str]()
         if not self._bad:
             for block in message.blocks:
-                block.value.div_(len(headers))
+                block.value.div_(num_present)
             units = self._set_units(first)
             bad = message.encode(self._down, out)
             if bad:
@@ -180,12 +184,11 @@ class Mean:
                 message.put_back({p.name for p, place in self._places() if not used >> place & 1})
         else:
             out[content.layout.header_nbytes :] = 0
-        mean_nonfinite = 0
         for partition, place in self._places():
             mean_nonfinite |= (partition.name in bad) << place
         answer = PullHeader(
-            flags=SCALES_DIFFER if differ else 0,
-            num_present=len(headers),
+            flags=SCALES_DIFFER if any(_scales_differ(header, first) for header in headers) else 0,
+            num_present=num_present,
             used=used,
             nonfinite=nonfinite,
             mean_nonfinite=mean_nonfinite,
@@ -220,3 +223,7 @@ class Mean:
     def _commit(self, units: list[Units]) -> None:
         for place, (kept, now) in enumerate(zip(self._kept, units, strict=True)):
             kept.before, kept.units, kept.undo = kept.units, now, (self._message, place)
+
+
+def _scales_differ(header: PushHeader, first: PushHeader) -> bool:
+    return bool(header.flags & MIXED) or header.loss_scale != first.loss_scale

@@ -294,7 +294,7 @@ class Service:
             self._served[digest] = Served(digest, frame.session, content, mean, thread)
 
     def _push(self, rank: int, frame: Frame) -> None:
-        served = self._of(frame)
+        served = self._of(frame, rank)
         if gone := [w.rank for w in self._workers.values() if w.left and w.rank not in self._lost]:
             self.lose(gone, "closed its link while others go on")  # its part of this round will never come
             if self._failure is not None:
@@ -310,7 +310,7 @@ class Service:
         self._work_soon(served)
 
     def _pull(self, worker: _Worker, frame: Frame) -> None:
-        served = self._of(frame)
+        served = self._of(frame, worker.rank)
         with self._lock:
             result = served.results.get(frame.round)
             if result is not None and worker.rank in result.waiting:
@@ -319,10 +319,12 @@ class Service:
             self._check_round(served, worker.rank, frame, done=worker.rank in served.pulls)
             served.pulls.add(worker.rank)
 
-    def _of(self, frame: Frame) -> Served:
+    def _of(self, frame: Frame, rank: int) -> Served:
         served = self._served.get(frame.content)
         if served is None:
             raise RefusedError("content", f"content {frame.content:016x} was not declared")
+        if rank not in served.content.stands_for:
+            raise RefusedError("content", f"content {frame.content:016x} is for leaders of nodes, not for {rank}")
         return served
 
     @staticmethod
@@ -425,7 +427,8 @@ class Service:
 
     def missing(self, served: Served) -> int:
         """Return how many contributions its round still waits for: what is nearest to completion goes first."""
-        return self.options.num_workers - len(self._lost) - len(served.added) - len(served.arrived)
+        expected = sum(rank not in self._lost for rank in served.content.stands_for)
+        return expected - len(served.added) - len(served.arrived)
 
     def work(self, served: Served) -> None:
         """Add all that has come and is next in order; if that was the last, publish the round's result."""
@@ -470,13 +473,13 @@ class Service:
             return None
         if self.options.order == "arrival":
             return next(iter(served.arrived))
-        before = (rank for rank in range(min(served.arrived)) if rank not in self._lost and rank not in served.added)
-        return min(served.arrived) if next(before, None) is None else None
+        first, missing = min(served.arrived), served.content.stands_for.keys() - self._lost - served.added
+        return None if any(rank < first for rank in missing) else first
 
     def _is_complete(self, served: Served) -> bool:
         if self._failure is not None or served.arrived or not served.added:
             return False
-        return all(rank in served.added or rank in self._lost for rank in range(self.options.num_workers))
+        return all(rank in served.added or rank in self._lost for rank in served.content.stands_for)
 
     def _publish(self, served: Served, data: Tensor) -> None:
         payload = memoryview(data.numpy())  # pyright: ignore[reportArgumentType]  # numpy's stubs hide its buffer
@@ -485,7 +488,8 @@ class Service:
         with self._lock:
             if self._failure is not None or served.session != self._session:
                 return
-            present = {rank for rank, worker in self._workers.items() if not worker.left} - self._lost
+            pulling = {rank for rank, worker in self._workers.items() if not worker.left} - self._lost
+            present = pulling & served.content.stands_for.keys()
             served.results[served.round] = _Result(frame, header, present)
             self._finished_rounds += 1
             self.counts["rounds"] += 1
