@@ -26,6 +26,7 @@ from thinwire.allocate import Allocate as Allocate
 from thinwire.api import accumulate as accumulate
 from thinwire.api import attach as attach
 from thinwire.api import clan as clan
+from thinwire.auto import Auto as Auto
 from thinwire.comm.tracing import merge_traces as merge_traces
 from thinwire.comm.tracing import trace as trace
 from thinwire.compressors import BlockCast as BlockCast

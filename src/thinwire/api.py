@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.aggregators import Aggregator
 from thinwire.algorithms import CLAN_OPTIONS, LANS, clan_recipe
 from thinwire.allocate import Allocate
+from thinwire.auto import Auto, read_auto
 from thinwire.errors import AttachError
 from thinwire.integrations.accumulate import accumulate as accumulate
 from thinwire.integrations.ddp import Recipe, make_link
@@ -105,7 +106,8 @@ def attach(
         recipe: a recipe string ("int8", "topk:0.01", ...; see `thinwire.recipes`), an `Aggregator`, a mapping from
             shell-style patterns on parameter names to either, or a function of `ParamInfo` that returns
             either, or None to leave the parameter dense; or a `Schedule` of these, or its text ("dense until 500 then
-            int4"); or `Allocate`, which chooses among recipes for every parameter, anew every so many steps.
+            int4"); or `Allocate`, which chooses among recipes for every parameter, anew every so many steps; or "auto",
+            or `Auto`, which tries recipes and keeps the fastest.
         weights: of a `fully_shard` model only: a compressor, or its recipe without feedback ("int8", "fp16",
             "int4:rotation=32"), by which shards of weights travel to all ranks; or a mapping from patterns to either,
             or a function of `ParamInfo`, as for `recipe`. Forward and backward passes then compute with what is
@@ -174,14 +176,18 @@ def attach(
         }
         if wrong := [name for name, value in given.items() if value]:
             raise AttachError(f"{', '.join(wrong)}: not supported with fully_shard; expected attach without")
-        if isinstance(recipe, Allocate) or isinstance(replicate_recipe, Allocate):
-            raise AttachError("Allocate: not supported with fully_shard; expected one recipe, patterns, or a schedule")
+        for one in map(read_auto, (recipe, replicate_recipe)):
+            if isinstance(one, Allocate | Auto):
+                kind = type(one).__name__
+                raise AttachError(
+                    f"{kind}: not supported with fully_shard; expected one recipe, patterns, or a schedule"
+                )
         return make_shard_link(
             model,  # type: ignore[arg-type]
             recipe,  # type: ignore[arg-type]
             weights=weights,
             replicate_group=replicate_group,
-            replicate_recipe=replicate_recipe,
+            replicate_recipe=replicate_recipe,  # type: ignore[arg-type]
             scaler=scaler,
             start_after=start_after,
             options=options,

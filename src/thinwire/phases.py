@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.aggregators import Aggregator, Dense, Hierarchical, NodePushPull, ThroughServers, typical_contract
 from thinwire.allocate import Allocate
+from thinwire.auto import Auto, read_auto
 from thinwire.compressors import Unbiased
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import EF21, MomentumCorrection, Slot
@@ -48,19 +49,41 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """The candidates of an `Auto` resolved: a plan for each.
+
+    Plans with feedback deliver what any other owes. Those of one all-reduce, as DDP's own is, leave it where it is;
+    `settling` then delivers it, through the owners that have it, and nothing is owed any more.
+    """
+
+    settings: Auto
+    plans: tuple[Plan, ...]
+    settling: Plan
+
+    def owes(self, plan: Plan) -> bool:
+        """Whether something may be owed after a step by a plan that was not before it."""
+        return plan is not self.settling and any(_owed(param) for param in plan.params)
+
+
+@dataclass(frozen=True, slots=True)
 class Phases:
     """Plans by the step from which they are valid, in ascending order and from step 0 on.
 
-    With `choices` the last of them is the default, from whose first step on others may take its place.
+    With `choices` the last of them is the default, with `candidates` one of these; from its first step on others may
+    take its place.
     """
 
     plans: tuple[tuple[int, Plan], ...]
     choices: Choices | None = None
+    candidates: Candidates | None = None
 
     @property
     def all_plans(self) -> tuple[Plan, ...]:
         """Every plan that is valid at some step; of choices the unmixed ones."""
-        return (*(plan for _, plan in self.plans), *(self.choices.plans if self.choices else ()))
+        others = self.choices.plans if self.choices else ()
+        if self.candidates is not None:
+            others = (*self.candidates.plans, self.candidates.settling)
+        return (*(plan for _, plan in self.plans), *others)
 
     def at(self, step: int) -> Plan:
         """Return the plan that is valid at a step."""
@@ -94,6 +117,8 @@ class Phases:
             lines += [*([f"from step {start}"] if start else []), *plan.lines()]
         if self.choices is not None:
             lines += [str(self.choices.settings), *(line for plan in self.choices.plans for line in plan.lines())]
+        if self.candidates is not None:
+            lines += [str(self.candidates.settings), *(line for p in self.candidates.plans for line in p.lines())]
         return lines
 
     def __str__(self) -> str:
@@ -109,7 +134,7 @@ class Phases:
 
 def build_phases(
     named_parameters: Iterable[tuple[str, Tensor]],
-    recipe: Phase | Schedule | Allocate,
+    recipe: Phase | Schedule | Allocate | Auto,
     world_size: int,
     options: PlanOptions | None = None,
     *,
@@ -120,7 +145,7 @@ def build_phases(
 
     Args:
         named_parameters: those that train, in order of registration.
-        recipe: a schedule, a choice, or what `build_plan` takes.
+        recipe: a schedule, a choice ("auto" among them), or what `build_plan` takes.
         world_size: number of ranks.
         options: cuts and thresholds.
         start_after: put as many dense steps before the phases.
@@ -130,9 +155,11 @@ def build_phases(
         RecipeError: an unknown recipe or a setting out of range.
         PlanError: what `build_plan` raises, or a phase that could not deliver what is owed from those before.
     """
-    named = list(named_parameters)
+    named, recipe = list(named_parameters), read_auto(recipe)
     if isinstance(recipe, Allocate):
         return _choices(named, recipe, world_size, options, start_after)
+    if isinstance(recipe, Auto):
+        return _candidates(named, recipe, world_size, options, start_after)
     if isinstance(recipe, str):
         recipe = parse_schedule(recipe)
     phases = recipe.phases if isinstance(recipe, Schedule) else ((0, recipe),)
@@ -155,6 +182,25 @@ def _choices(
     choices = Choices(recipe, tuple(_interchangeable(plans)))
     dense = [(0, first)] if start_after else []
     return Phases((*dense, (start_after, choices.default)), choices)
+
+
+def _candidates(
+    named: Sequence[tuple[str, Tensor]],
+    recipe: Auto,
+    world_size: int,
+    options: PlanOptions | None,
+    start_after: int,
+) -> Phases:
+    """Plan every candidate; what is kept has the owners of the last that is not one all-reduce."""
+    others = [one for one in recipe.settings if not isinstance(one, Dense)]
+    settling, *owned = _interchangeable(_plans(named, [Dense(), *others], world_size, options))
+    found = dict(zip(others, owned, strict=True))
+    plans = tuple(found.get(one) or build_plan(named, one, world_size, options) for one in recipe.settings)
+    dense = [(0, plans[0])] if start_after else []
+    # The last of the phases says what is kept, and its partitions are cut.
+    return Phases(
+        (*dense, (start_after, owned[-1] if owned else plans[-1])), candidates=Candidates(recipe, plans, settling)
+    )
 
 
 def _plans(

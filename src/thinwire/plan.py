@@ -284,7 +284,7 @@ def build_plan(
     momentum: MomentumCorrection | None = None,
     all_reduce: bool = True,
     whole: Collection[str] = (),
-    nodes: Hierarchical | None = None,
+    nodes: Hierarchical | NodePushPull | None = None,
 ) -> Plan:
     """Resolve a policy against a model's parameters.
 

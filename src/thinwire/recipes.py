@@ -333,6 +333,8 @@ def _check_pair(first: str, then: str) -> None:
 
 def _single(text: str, known: Iterable[str]) -> Compressor:
     kind, *arguments = text.split(":")
+    if kind == "auto":
+        raise RecipeError("'auto' chooses among recipes and stands alone: expected thinwire.attach(model, 'auto')")
     if kind == "scaled":
         return Scaled(inner=_single(":".join(arguments), _KINDS))
     if kind not in known:

@@ -312,8 +312,7 @@ def reshard_state(
         for key in ("format", "step", "loss_scale", "owners"):
             if state[key] != first[key]:
                 raise StateError(f"rank {state['rank']} has {key} {state[key]}, rank 0 has {first[key]}")
-        chosen = [state.get("allocation", {}).get("chosen") for state in (state, first)]
-        if chosen[0] != chosen[1]:
+        if any(state.get(key, {}).get("chosen") != first.get(key, {}).get("chosen") for key in ("allocation", "auto")):
             raise StateError(f"rank {state['rank']} and rank 0 have not chosen the same recipes")
         for slot in Slot:
             if not slot.owned and (differing := sorted(set(state[slot]) ^ set(first[slot]))):

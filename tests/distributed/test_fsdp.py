@@ -346,6 +346,8 @@ def _refused(rank, world_size):
         thinwire.attach(_model(), "int8", check_replicas_every=1)
     with pytest.raises(AttachError, match="Allocate"):
         thinwire.attach(_model(), thinwire.Allocate(candidates=["int2", "int4"], default="int4"))
+    with pytest.raises(AttachError, match="Auto"):
+        thinwire.attach(_model(), "auto")
 
 
 def test_what_cannot_be_served_is_refused(ranks):

@@ -8,6 +8,7 @@ import torch
 from thinwire.aggregators import ThroughServers
 from thinwire.algorithms.tracked import Tracked
 from thinwire.allocate import Allocate
+from thinwire.auto import Auto, read_auto
 from thinwire.errors import AttachError, PlanError
 from thinwire.feedback import MomentumCorrection
 from thinwire.plan import Plan, build_plan
@@ -19,12 +20,12 @@ def plan_differences(found: Sequence[Tracked], recipe: Phase, world_size: int, o
     """Resolve a recipe against what is kept equal. Differences are float32 whatever the parameter is.
 
     Raises:
-        AttachError: a schedule, `Allocate`, or an exchange through servers.
+        AttachError: a schedule, `Allocate`, `Auto`, or an exchange through servers.
         PlanError: feedback that is a momentum, or follows a learning rate; and as `build_plan` does.
         RecipeError: as `build_plan` does.
     """
-    if isinstance(recipe, Allocate):
-        raise AttachError("Allocate: expected one recipe, or patterns; local methods choose nothing")
+    if isinstance(recipe := read_auto(recipe), Allocate | Auto):
+        raise AttachError(f"{type(recipe).__name__}: expected one recipe, or patterns; local methods choose nothing")
     options = dataclasses.replace(options, num_servers=0)
     if isinstance(recipe, Schedule) or (isinstance(recipe, str) and len(recipe.split()) > 1):
         raise AttachError(f"expected one recipe, got {recipe!r}: local methods have no schedules")

@@ -2,7 +2,7 @@
 
 from thinwire.aggregators import Aggregator, Dense, Hierarchical, TwoShot
 from thinwire.bench.servers import split_method
-from thinwire.bench.settings import BASELINE, Settings, split_local, split_weights
+from thinwire.bench.settings import AUTO, BASELINE, Settings, split_local, split_weights
 from thinwire.errors import ThinwireError
 from thinwire.feedback import MomentumCorrection
 from thinwire.schedule import parse_schedule
@@ -26,8 +26,8 @@ def check_settings(settings: Settings) -> None:
 
 
 def _exchanges(method: str) -> list[Aggregator]:
-    """Return what each phase of a method exchanges by; nothing of baselines."""
-    if BASELINE.fullmatch(method):
+    """Return what each phase of a method exchanges by; nothing of baselines and of auto, which has no momentum."""
+    if BASELINE.fullmatch(method) or method == AUTO:
         return []
     local = split_local(method)
     recipe = split_weights(split_method(method)[1])[0] if local is None else local.recipe
@@ -53,6 +53,8 @@ def _check_ddp(method: str, settings: Settings) -> None:
 
 
 def _check_fsdp(method: str, settings: Settings) -> None:
+    if method == AUTO:
+        raise ThinwireError("--methods auto: expected --wrap ddp with it; it chooses among exchanges of DDP models")
     if method.startswith("ddp"):
         raise ThinwireError(f"--methods {method}: expected --wrap ddp with it, or fsdp, the baseline of FSDP2")
     if momentum := _momentum(method):

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.arithmetic import ring_nbytes
-from thinwire.bench.settings import LocalName, split_local
+from thinwire.bench.settings import AUTO, LocalName, split_local
 from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
 from thinwire.errors import ScheduleError
 
+AUTO_START = 40  # by when auto's first trial is over: three turns of three steps for each of four candidates
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
 SLOW_BPS = 30e6  # up to here even a few bytes are worth sending early
@@ -38,6 +39,7 @@ class Attached:
         period: steps after which costs repeat; of a local method those between exchanges.
         settle: makes replicas equal that the method leaves apart, after the training; None where they are.
         close: ends the exchange, so that further steps are plain ones; None where DDP's ``no_sync`` does.
+        chosen_nbytes: of a method that changes what it sends, `planned_nbytes` as it stands now.
         dense_nbytes: what the uncompressed exchange of the same model would send; None for DDP's ring.
     """
 
@@ -49,6 +51,7 @@ class Attached:
     period: int = 1
     settle: Callable[[], None] | None = None
     close: Callable[[], None] | None = None
+    chosen_nbytes: Callable[[], float] | None = None
     dense_nbytes: int | None = None
 
 
@@ -63,9 +66,9 @@ def bucket_cap_mb(method: str, chosen: float | None, rate_bps: float | None) -> 
         return 1e6
     if chosen is not None:
         return chosen
-    if method.startswith("ddp"):
-        return 4.0
     fast = rate_bps is None or rate_bps >= FAST_BPS
+    if method.startswith("ddp") or (fast and method == AUTO):
+        return 4.0
     few_bytes = any(kind in method for kind in ("topk", "randomk", "onebit", "lowrank"))
     if few_bytes:
         slow = rate_bps is not None and rate_bps <= SLOW_BPS
@@ -119,13 +122,18 @@ def attach(
     nodes = ranks_per_node if _KNOWS_NODES.search(recipe) else None
     link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after, nodes=nodes)
     rank = dist.get_rank()
-    if per_host:
-        planned = host_nbytes(link.plan, rank, per_host)
-    else:
+
+    def planned_nbytes() -> float:
+        if per_host:
+            return host_nbytes(link.plan, rank, per_host)
         layouts = link.plan.messages([param.info.name for param in reversed(link.plan.params)])
         rounds = [one for layout in layouts for one in layout.rounds]
-        planned = leaving_nbytes(rounds, rank // ranks_per_node, ranks_per_node)
-    return Attached(planned, link.codec_seconds, link, link.phases.plans[-1][0])
+        return leaving_nbytes(rounds, rank // ranks_per_node, ranks_per_node)
+
+    start = link.phases.plans[-1][0]
+    if method == AUTO:
+        return Attached(planned_nbytes(), link.codec_seconds, link, start + AUTO_START, chosen_nbytes=planned_nbytes)
+    return Attached(planned_nbytes(), link.codec_seconds, link, start)
 
 
 def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> Attached:

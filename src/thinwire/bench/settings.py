@@ -26,6 +26,7 @@ LOSS_STEPS = 100
 
 _WEIGHTS = ":weights="
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
+AUTO = "auto"  # among the methods: `thinwire.attach(model, "auto")`
 BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 
@@ -37,7 +38,7 @@ class Settings:
     Args:
         workload: ``gpt``, ``digits``, or ``replay:NAME[/SCALE]``.
         methods: baselines (``ddp``, ``ddp-fp16``, ``ddp-powersgd:RANK``; ``fsdp``), recipes (``int8``, ``topk:0.01``;
-            ``int4:weights=int8``), and local methods (``localsgd:H:RECIPE``, ``diloco:H:RECIPE``,
+            ``int4:weights=int8``), ``auto``, and local methods (``localsgd:H:RECIPE``, ``diloco:H:RECIPE``,
             ``streaming:H:FRAGMENTS:OVERLAP:RECIPE``).
         wrap: what the model is put into, ``ddp`` or ``fsdp`` (FSDP2).
         nodes: emulated hosts.
@@ -151,7 +152,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
     """
     methods = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in methods:
-        if BASELINE.fullmatch(name):
+        if BASELINE.fullmatch(name) or name == AUTO:
             continue
         from thinwire.bench.servers import split_method
         from thinwire.recipes import parse_compressor, recipe_names
@@ -169,7 +170,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
             raise ValueError(
                 f"unknown method {name!r} ({error}); choose from PyTorch's own ddp, ddp-fp16, ddp-powersgd:RANK, fsdp, "
                 "localsgd:H:RECIPE, diloco:H:RECIPE, streaming:H:FRAGMENTS:OVERLAP:RECIPE, and thinwire's recipes "
-                f"{', '.join(recipe_names())}, also after 'servers:N/'"
+                f"{', '.join(recipe_names())}, also after 'servers:N/', and auto"
             ) from error
     if len(set(methods)) != len(methods) or not methods:
         raise ValueError(f"expected one or more different methods, got {text!r}")

@@ -27,8 +27,12 @@ WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first
 FEWEST_STEPS = 2
 
 
-class _Method:
-    """One method at work."""
+class Method:
+    """One method at work, with a model of its own.
+
+    Attributes:
+        step_s: seconds of its steps on this rank.
+    """
 
     def __init__(self, name: str, workload: Workload, rate_bps: float | None) -> None:
         plain = TWICE if name == AGAIN else name
@@ -40,6 +44,7 @@ class _Method:
         self.step_s: list[float] = []
 
     def step(self) -> None:
+        """Take a step, once all ranks are there."""
         dist.barrier()
         start = time.perf_counter()
         measure.timed_step(self._model, self._workload, self._optimizer)
@@ -79,7 +84,7 @@ def main(path: str) -> None:
     workload = make_workload(settings, dist.get_rank(), dist.get_world_size())
     workload.start(0)
     found = _profile(workload, cell)
-    running = {name: _Method(name, workload, parse_rate(cell.rate)) for name in (*cell.methods, AGAIN)}
+    running = {name: Method(name, workload, parse_rate(cell.rate)) for name in (*cell.methods, AGAIN)}
     order = list(running.values())
     began = time.perf_counter()
     for number in range(WARM_UP_STEPS + cell.steps):

@@ -147,7 +147,7 @@ class Training:
             "losses": self.losses,
             "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:]),
             "sent_nbytes": self.sent_nbytes,
-            "planned_nbytes": self.attached.planned_nbytes,
+            "planned_nbytes": (self.attached.chosen_nbytes or (lambda: self.attached.planned_nbytes))(),
             "codec_s": codec_s,
             "digest": measure.digest(self._equal_on_all()),
         }

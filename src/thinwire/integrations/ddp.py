@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregators import Gather, Hierarchical, NodePushPull, ThroughServers
 from thinwire.allocate import Allocate
+from thinwire.auto import Auto, read_auto
 from thinwire.comm.device import Cuda, Device
 from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
 from thinwire.errors import AttachError, PlanError, RecipeError
@@ -31,7 +32,7 @@ from thinwire.plan import Plan
 from thinwire.policy import PlanOptions, plain_name
 from thinwire.schedule import Phase, Schedule
 
-Recipe = Phase | Schedule | Allocate
+Recipe = Phase | Schedule | Allocate | Auto
 
 _FIRST_BUCKET_NBYTES = 1 << 20  # DDP's own limit for the bucket that is ready first
 _FEW_BUCKETS = 4
@@ -58,6 +59,7 @@ def make_link(
 
     See `thinwire.attach` for arguments and errors.
     """
+    recipe = read_auto(recipe)
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     group = common_group(group)
     if scaler is not None and not getattr(scaler, "is_enabled", lambda: True)():
@@ -78,12 +80,16 @@ def make_link(
             raise AttachError(f"expected check_replicas_every >= 0 steps, got {check_replicas_every}")
         if threads < 1 or workers < 1:
             raise AttachError(f"expected at least one thread and one worker, got {threads} and {workers}")
-        if servers is not None and isinstance(recipe, Allocate):
-            raise AttachError("Allocate: not supported with servers; expected one recipe, patterns, or a schedule")
+        if servers is not None and isinstance(recipe, Allocate | Auto):
+            raise AttachError(
+                f"{type(recipe).__name__}: not supported with servers; expected one recipe, patterns, or a schedule"
+            )
         if servers is not None and not all(param.is_cpu for param in model.parameters()):
             raise AttachError("servers: expected a model on the CPU; exchange between ranks, without servers")
-        if isinstance(recipe, Allocate) and not all(param.is_cpu for param in model.parameters()):
-            raise AttachError("Allocate: expected a model on the CPU; on GPUs take a recipe, patterns, or a schedule")
+        if isinstance(recipe, Allocate | Auto) and not all(param.is_cpu for param in model.parameters()):
+            raise AttachError(
+                f"{type(recipe).__name__}: expected a model on the CPU; on GPUs take a recipe, patterns, or a schedule"
+            )
         known = options or PlanOptions()
         if nodes is not None:
             known = dataclasses.replace(known, node_sizes=node_sizes(nodes, group))

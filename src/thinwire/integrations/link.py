@@ -24,10 +24,12 @@ from thinwire.aggregators import MEAN, Block, Message, Partition, work_memory
 from thinwire.codec import measure_codec
 from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome
+from thinwire.comm.rounds import AllReduce
 from thinwire.comm.tracing import span, title
 from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
+from thinwire.integrations.all_reduce import all_reduce_mean
 from thinwire.integrations.allocation import Allocator, Errors
 from thinwire.integrations.buckets import BucketPlan, plan_bucket
 from thinwire.integrations.clipping import clipped_blocks, set_clipping
@@ -37,6 +39,7 @@ from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.served import OwedByServers
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
 from thinwire.integrations.stats import StepStats, Totals
+from thinwire.integrations.tuning import Tuner
 from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
 from thinwire.phases import Phases
@@ -66,6 +69,7 @@ class _Step:
     messages: list[Message] = field(default_factory=list)
     pending: int = 0
     closed: bool = False  # no further bucket comes
+    began_s: float = 0.0
     last_submitted_s: float = 0.0
     squared_norm: float = 0.0  # of the mean gradient, in steps in which it is measured
     local_norm: float = 0.0  # of this rank's gradient, likewise: the largest of any bucket
@@ -86,6 +90,7 @@ class _Bucket:
     work: Tensor  # float32, what messages work on: the buffer itself, or a copy where it is of another dtype
     messages: list[Message]
     clipped: list[tuple[Block, float]]  # blocks whose gradients are clipped, in the order of parameters, and the norms
+    narrow: Tensor | None = None  # what is summed where DDP's own all-reduce carries another dtype
     waiter: "_Waiter | None" = None  # of the last step
 
 
@@ -104,7 +109,7 @@ class Link:
     Attributes:
         phases: the plans of a schedule, by the step from which they are valid.
         plan: the last of them, or the only one: every partition with its compressors, owner and bytes;
-            `print(link.plan)`. With `Allocate` what was chosen last.
+            `print(link.plan)`. With `Allocate` and "auto" what was chosen last, or is being tried.
         state: residuals and counters.
         error: the first error of the exchange, with its own type (`backward` can only raise RuntimeError).
         skipped_steps: steps that were not finite and left everything as it was (with `scaler`).
@@ -138,6 +143,12 @@ class Link:
         self._allocator = None
         if phases.choices is not None:
             self._allocator = Allocator(phases.choices, phases.plans[-1][0], rank, driver.control)
+        self._tuner = None
+        if phases.candidates is not None:
+            self._tuner = Tuner(phases.candidates, phases.plans[-1][0], rank, driver.control)
+            self.plan = self._tuner.plan
+        # Those that choose plans, by where the state has what they chose, and who that is in words.
+        self._choosers = {"allocation": (self._allocator, "Allocate"), "auto": (self._tuner, "auto")}
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
@@ -176,7 +187,7 @@ class Link:
         """Return per-step means since attach (or the last reset), and what stayed dense and why.
 
         Keys: those of `StepStats`, and `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
-        undo copies, and the float32 copies of buckets of another dtype), `pinned_nbytes` (memory of the host that
+        undo copies, and copies of buckets in another dtype), `pinned_nbytes` (memory of the host that
         blocks of a GPU travel from and to),
         `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
         gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
@@ -187,6 +198,7 @@ class Link:
                 self._totals = Totals(totals.last)
         kept = list(self._buckets.values())
         copies = sum(bucket.work.nbytes for bucket in kept if bucket.work is not bucket.buffer)
+        copies += sum(bucket.narrow.nbytes for bucket in kept if bucket.narrow is not None)
         return {
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
@@ -226,8 +238,7 @@ class Link:
         state = self.state.state_dict()
         if self._served is not None:
             state[Slot.OWNER] = {} if lost else self._served.read()
-        allocation = {} if self._allocator is None else {"allocation": self._allocator.state_dict()}
-        return {**state, **allocation}
+        return {**state, **{key: one.state_dict() for key, (one, _) in self._choosers.items() if one is not None}}
 
     def _recover(self) -> None:
         """Undo the step that failed, once no thread is at work on it any more."""
@@ -255,13 +266,14 @@ class Link:
                 time.sleep(0.005)
             self._step = None
         state = of_one_rank(state)
-        if self._allocator is not None:
-            self._allocator.check(state.get("allocation"), strict=strict)
-        elif strict and "allocation" in state:
-            raise StateError(
-                "state was saved with Allocate, and this recipe chooses nothing: attach with Allocate, or load it with "
-                "strict=False, which drops the choice"
-            )
+        for key, (chooser, name) in self._choosers.items():
+            if chooser is not None:
+                chooser.check(state.get(key), strict=strict)
+            elif strict and key in state:
+                raise StateError(
+                    f"state was saved with {name}, and this recipe does not choose so: attach with {name}, or load it "
+                    "with strict=False, which drops the choice"
+                )
         served, owed = self._served, state.get(Slot.OWNER, {})
         if served is not None and Slot.OWNER in state:  # without, the state says what it lacks
             served.check(owed, strict=strict)
@@ -269,9 +281,10 @@ class Link:
         self.state.load_state_dict(state, strict=strict)
         if served is not None:
             served.write(owed)
-        if self._allocator is not None:
-            self._allocator.load_state_dict(state.get("allocation"))
-            self.plan = self._allocator.plan
+        for key, (chooser, _) in self._choosers.items():
+            if chooser is not None:
+                chooser.load_state_dict(state.get(key))
+                self.plan = chooser.plan
         self._agreed = None
 
     def planned_nbytes(self) -> int:
@@ -312,6 +325,8 @@ class Link:
         ours = self._bucket(bucket, step.plan)
         if step.number % NORM_EVERY == 0:
             step.local_norm = max(step.local_norm, float(torch.linalg.vector_norm(ours.buffer)))
+        if ours.plan.is_dense and self._tuner is not None:
+            return self._all_reduce(step, ours, is_last=bucket.is_last())
         if ours.plan.is_dense:
             messages = [
                 Message(
@@ -358,33 +373,64 @@ class Link:
         (name,), buffer = (self._names[id(param)] for param in bucket.parameters()), bucket.buffer()
         assert self._group is not None
         nbytes = nbytes_of(buffer)
-        with self._lock:
-            step.stats.raw_nbytes += nbytes
-            step.stats.wire_nbytes += nbytes * (self._group.size() - 1)
-            step.stats.num_collectives += 1
-            step.pending += 1
-            step.closed = bucket.is_last()
-            step.last_submitted_s = time.perf_counter()
-        if bucket.is_last():
-            self._close_step()
+        sent_nbytes = nbytes * (self._group.size() - 1)
+        self._begin_sum(step, nbytes, sent_nbytes, is_last=bucket.is_last())
 
         def done(mean: Tensor | None, error: BaseException | None) -> None:
-            if mean is not None and not bool(mean._values().isfinite().all()):
-                step.nonfinite.add((MEAN, name))
-            with self._lock:
-                step.delivered = step.delivered or (mean is not None and bool(mean._values().any()))
-                if error is not None:
-                    self._failed = self._failed or error
-                    step.error = step.error or error
-                step.pending -= 1
-                step_done = step.closed and step.pending == 0
-            if step_done:
-                self._end_step(step)
-                self._wait_for_device()  # this future knows nothing of the exchanges' stream
-            if mean is not None and step.error is not None:
-                raise step.error
+            self._summed(step, name, None if mean is None else mean._values(), error)
 
         return sum_sparse(buffer, self._group, done)
+
+    def _all_reduce(self, step: _Step, bucket: _Bucket, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Send a bucket as DDP itself would, with its place in the step."""
+        layout, buffer = bucket.plan.layouts[0], bucket.buffer
+        (reduce,) = layout.rounds
+        assert self._group is not None
+        assert isinstance(reduce, AllReduce)
+        if bucket.narrow is None and reduce.dtype != buffer.dtype:
+            bucket.narrow = torch.empty_like(buffer, dtype=reduce.dtype)  # kept: fresh memory costs page faults
+        self._begin_sum(step, buffer.nbytes, reduce.sent_nbytes(self.rank), is_last=is_last)
+        started = time.perf_counter()
+
+        def done(mean: Tensor | None, error: BaseException | None) -> None:
+            with self._lock:
+                step.stats.transport_s += time.perf_counter() - started
+                if mean is not None and step.number % NORM_EVERY == 0:
+                    step.squared_norm += float(torch.linalg.vector_norm(mean)) ** 2
+            self._summed(step, layout.names[0], mean, error)
+
+        return all_reduce_mean(buffer, self._group, bucket.narrow, done)
+
+    def _begin_sum(self, step: _Step, raw_nbytes: int, sent_nbytes: int, *, is_last: bool) -> None:
+        """Count a bucket that DDP's own collective sums."""
+        with self._lock:
+            step.stats.raw_nbytes += raw_nbytes
+            step.stats.wire_nbytes += sent_nbytes
+            step.stats.num_collectives += 1
+            step.pending += 1
+            step.closed = is_last
+            step.last_submitted_s = time.perf_counter()
+        if is_last:
+            self._close_step()
+
+    def _summed(self, step: _Step, name: str, mean: Tensor | None, error: BaseException | None) -> None:
+        """Take the outcome of such a sum, in a thread of gloo's."""
+        # The extremes are nan where any value is: one pass, no memory.
+        if mean is not None and mean.numel() and not all(bool(x.isfinite()) for x in mean.aminmax()):
+            step.nonfinite.add((MEAN, name))
+        delivered = step.number % NORM_EVERY == 0 and mean is not None and bool(mean.any())
+        with self._lock:
+            step.delivered = step.delivered or delivered
+            if error is not None:
+                self._failed = self._failed or error
+                step.error = step.error or error
+            step.pending -= 1
+            step_done = step.closed and step.pending == 0
+        if step_done:
+            self._end_step(step)
+            self._wait_for_device()  # this future knows nothing of the exchanges' stream
+        if mean is not None and step.error is not None:
+            raise step.error
 
     def _bucket(self, bucket: dist.GradBucket, source: Plan) -> _Bucket:
         """Return what is kept of a bucket, made anew where DDP has other ones, or the last step is still under way."""
@@ -450,6 +496,7 @@ class Link:
         step = self._begun = _Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
+        step.began_s = time.perf_counter()
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 for param in group["params"]:
@@ -483,8 +530,9 @@ class Link:
         """
         try:
             plan = self._plan_at(self.state.step)
-            if plan is not self._agreed and (len(self.phases.plans) > 1 or self._allocator is not None):
-                agree(lambda: plan, self._driver.control, [f"step={self.state.step}"])
+            if plan is not self._agreed and len(self.phases.all_plans) > 1:
+                facts = [] if self._tuner is None else [self._tuner.fact]
+                agree(lambda: plan, self._driver.control, [f"step={self.state.step}", *facts])
         except PlanError as error:
             self.error = self.error or error
             raise
@@ -493,8 +541,13 @@ class Link:
 
     def _plan_at(self, step: int) -> Plan:
         """Return the plan of a step, after the choice that may be due. Collective where it is."""
-        plan, allocator = self.phases.at(step), self._allocator
-        if allocator is None or plan is not self.phases.final:
+        plan, allocator, tuner = self.phases.at(step), self._allocator, self._tuner
+        if plan is not self.phases.final:
+            return plan
+        if tuner is not None:
+            plan = tuner.next_plan(step)
+            self.plan = tuner.plan
+        if allocator is None:
             return plan
         if allocator.is_due(step):
             allocator.choose(step)
@@ -581,7 +634,11 @@ class Link:
                 self._allocator.add(step.errors, step.loss_scale)
             self.state.step += 1
             self._commit_units(step)
-        step.stats.exposed_s = time.perf_counter() - step.last_submitted_s
+        now_s = time.perf_counter()
+        step.stats.exposed_s = now_s - step.last_submitted_s
+        if self._tuner is not None:
+            delivered = step.error is None and not nonfinite
+            self._tuner.note(step.number, step.plan, now_s - step.began_s, step.stats, delivered=delivered)
         if step.number % NORM_EVERY == 0 and not nonfinite:
             step.stats.residual_ratio = self._residual_ratio(step)
         else:

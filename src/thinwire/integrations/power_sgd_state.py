@@ -73,7 +73,7 @@ def import_power_sgd(
         link.load_state_dict(thinwire.import_power_sgd(state, buckets, link))
         ```
     """
-    if len(link.phases.plans) > 1 or link.phases.choices is not None:
+    if len(link.phases.all_plans) > 1:
         raise StateError(
             "expected a link with one recipe for all steps, as thinwire.attach(model, 'powersgd:2') makes it, got a "
             "schedule or a choice of several"

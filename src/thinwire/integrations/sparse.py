@@ -1,10 +1,10 @@
 """Sparse gradients of embeddings: DDP's own sum, uncompressed."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from thinwire.integrations.all_reduce import Done, told
 
 
 def sparse_names(model: nn.Module) -> set[str]:
@@ -16,9 +16,7 @@ def sparse_names(model: nn.Module) -> set[str]:
     }
 
 
-def sum_sparse(
-    buffer: Tensor, group: dist.ProcessGroup, done: Callable[[Tensor | None, BaseException | None], None] | None = None
-) -> "torch.futures.Future[Tensor]":
+def sum_sparse(buffer: Tensor, group: dist.ProcessGroup, done: Done | None = None) -> "torch.futures.Future[Tensor]":
     """Form the mean of a sparse gradient as DDP does: divide, then gather every rank's indices and values.
 
     Runs in DDP's process group, in its place among DDP's own collectives: what is sent depends on the data, so that no
@@ -30,20 +28,7 @@ def sum_sparse(
         done: told the mean, or the error, before the future is.
     """
     buffer.div_(group.size())
-    summed = group.allreduce([buffer]).get_future()
-
-    def take(future: "torch.futures.Future[list[Tensor]]") -> Tensor:
-        try:
-            mean = future.value()[0]
-        except BaseException as error:
-            if done is not None:
-                done(None, error)
-            raise
-        if done is not None:
-            done(mean, None)
-        return mean
-
-    return summed.then(take)
+    return told(group.allreduce([buffer]).get_future(), done)
 
 
 def nbytes_of(sparse: Tensor) -> int:
