@@ -75,3 +75,18 @@ def test_bytes_at_the_interface_are_those_of_whole_periods():
     for run in _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"):
         planned, sent = run["planned_with_headers_nbytes_per_step"], run["sent_nbytes_per_step"]
         assert planned * 0.97 < sent < planned * 1.1 + 3000, (run["method"], planned, sent)
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_is_computed_does_not_depend_on_the_network():
+    """To the bit, though buckets are smaller on slow ones: `benchmarks/to_a_loss.py` takes losses from fast ones."""
+    methods = ("ddp", "int8", "diloco:4:dense", "diloco:4:int8", "streaming:4:2:1:e3m0")
+    free = _run(methods, 12, rate=None)
+    slow = _run(methods, 12, rate="50mbit", latency="10ms")
+    for one, other in zip(free, slow, strict=True):
+        assert one["curve"]["loss"] == other["curve"]["loss"], one["method"]
+        assert one["val_loss"] == other["val_loss"]
+        assert one["curve"]["sent_nbytes"] != []
+    assert free[1]["bucket_cap_mb"] > slow[1]["bucket_cap_mb"]

@@ -137,7 +137,7 @@ _NETWORK = ("rate_bps", "latency_s", "congestion_control")
 
 def row_of(conditions: Mapping[str, Any], run: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row, from a run on some hosts and that of `BASE` on one, both as `thinwire bench --json` has them."""
-    one_host_s = alone["compute_s"]
+    one_host_s = alone["forward_s"] + alone["backward_s"]
     step_s = run["step_s"] if run["nodes"] > 1 else one_host_s
     planned, rate_bps = run["planned_nbytes_per_step"], conditions["measured_rate_bps"]
     wire_s = 8 * planned / rate_bps if planned else 0.0
