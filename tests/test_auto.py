@@ -7,6 +7,8 @@ from thinwire import Auto, Dense, ErrorFeedback, PlanOptions, TwoShot
 from thinwire.auto import NUM_ROUNDS, Pace, Trial, choose, read_auto
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import Slot
+from thinwire.integrations import tuning
+from thinwire.integrations.stats import StepStats
 from thinwire.phases import build_phases
 
 NAMES = ("dense", "dense:fp16", "int8", "int4")
@@ -178,3 +180,61 @@ def test_candidates_without_compression_keep_nothing() -> None:
     phases = phases_of(Auto(candidates=("dense", "dense:fp16")))
     assert all(plan.is_dense for plan in phases.all_plans)
     assert not any(param.slots for param in phases.kept.params)
+
+
+# --- windows of steps -----------------------------------------------------------------------------------------------
+
+
+class Two:
+    """A group of two ranks, of which the other measures the same."""
+
+    def size(self):
+        return 2
+
+
+def tuned(monkeypatch, seconds_of, steps):
+    """Return the steps in which trials began and ended."""
+    monkeypatch.setattr(tuning, "all_gather_text", lambda text, group: [text, text])
+    candidates = phases_of(Auto(candidates=("dense", "int8", "int4"))).candidates
+    tuner, changes, trying = tuning.Tuner(candidates, 0, 0, Two()), [], True
+    for step in range(steps):
+        plan = tuner.next_plan(step)
+        if (tuner.state_dict()["chosen"] == "") != trying:
+            trying = not trying
+            changes.append((step, tuner.state_dict()["chosen"]))
+        place = next((i for i, one in enumerate(candidates.plans) if one is plan), 0)
+        seconds = seconds_of(step)[place]
+        tuner.note(step, plan, seconds, StepStats(transport_s=seconds), delivered=True)
+    return changes
+
+
+FAST, SLOW = (1.0, 1.4, 1.4), (9.0, 2.0, 1.0)
+
+
+def test_a_change_is_noticed_within_fifty_steps(monkeypatch) -> None:
+    for change in range(30, 50):
+        changes = tuned(monkeypatch, lambda step, change=change: SLOW if step >= change else FAST, 130)
+        (first, _), (noticed, _), (_, chosen) = changes
+        assert first == 10
+        assert 30 <= noticed - change < 50
+        assert chosen == "int4"
+
+
+def test_a_burst_is_no_change(monkeypatch) -> None:
+    for burst in range(10, 50):
+        changes = tuned(
+            monkeypatch, lambda step, burst=burst: (5.0, 5.0, 5.0) if burst <= step < burst + 19 else FAST, 160
+        )
+        assert changes == [(10, "dense")], burst
+
+
+def test_after_a_trial_that_changed_nothing_it_takes_longer(monkeypatch) -> None:
+    def seconds_of(step):
+        return tuple((2.0 if step >= 30 else 1.0) * s for s in FAST) if step < 150 else SLOW
+
+    changes = tuned(monkeypatch, seconds_of, 280)
+    assert [chosen for _, chosen in changes] == ["dense", "", "dense", "", "int4"]
+    (_, _), (noticed, _), (again, _), (second, _), _ = changes
+    assert 30 <= noticed - 30 < 50
+    assert again - noticed == 9
+    assert 70 <= second - 150 < 90

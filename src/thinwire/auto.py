@@ -39,8 +39,9 @@ class Auto:
     Until the choice steps count like any others: what a candidate owes, the next delivers or leaves where it is. Once
     an all-reduce is chosen, one step through owners delivers all that is owed, and from then on "dense" is DDP's own
     all-reduce of each bucket, to the bit. Every 20 steps ranks compare medians with what was measured at the choice;
-    where two such windows differ from it in the same direction, by a quarter, or half in the seconds inside
-    collectives, the trial begins anew. Decisions are made by all ranks from the same numbers.
+    where two such windows (four, after a trial that changed nothing) differ from it in the same direction, by a
+    quarter, or half in the seconds inside collectives, the trial begins anew. Decisions are made by all ranks from the
+    same numbers.
 
     Args:
         candidates: recipes or settings (`Aggregator`), "dense" first, then in the order of how little they lose. What

@@ -19,7 +19,8 @@ COUNTED = 2  # steps of a turn that count; the one before makes messages anew, a
 FIRST_TURN = 2 + COUNTED  # in the first steps DDP rebuilds its buckets, too
 TURN = 1 + COUNTED
 WINDOW = 20  # steps between looks at whether they take as long as they did
-NUM_WINDOWS = 2  # that must have drifted the same way, one after the other: a burst of noise is over by then
+NUM_WINDOWS = 2  # that must have drifted the same way, one after the other: a burst of less than 20 steps never does
+MORE_WINDOWS = 4  # likewise, after a trial that changed nothing: where seconds scatter, trials must not follow trials
 
 
 class Tuner:
@@ -41,8 +42,9 @@ class Tuner:
         self._owes = False  # whether residuals may be other than zero
         self._pace: Pace | None = None  # what the choice is expected to take
         self._confirmed = False  # whether a whole window stands behind that
-        self._drift, self._num_drifted = 0, 0
+        self._drift, self._num_drifted, self._num_windows = 0, 0, NUM_WINDOWS
         self._chosen: int | None = None
+        self._before: int | None = None  # what was chosen before the trial
         self._trial: Trial | None = None
         self._paces: dict[int, list[Pace]] = {}
         self._length = FIRST_TURN
@@ -51,7 +53,7 @@ class Tuner:
     def _begin(self) -> None:
         """Start a trial; alone there is nothing to exchange, and nothing to try."""
         self._pace, self._confirmed, self._drift, self._num_drifted = None, False, 0, 0
-        self._paces = {}
+        self._paces, self._before = {}, self._chosen
         alone = self._control.size() == 1
         self._trial, self._chosen = (None, 0) if alone else (Trial(self._nbytes), None)
 
@@ -117,6 +119,7 @@ class Tuner:
 
     def _choose(self, step: int, trial: Trial) -> None:
         self._chosen, self._trial, self._length = trial.choose(), None, WINDOW
+        self._num_windows = MORE_WINDOWS if self._chosen == self._before else NUM_WINDOWS
         paces = self._paces[self._chosen]
         self._pace = Pace(trial.medians()[self._chosen], statistics.median(pace.wire_s for pace in paces))
         names = self._candidates.settings.names
@@ -135,7 +138,7 @@ class Tuner:
         drift = self._pace.drift(pace)
         self._num_drifted = self._num_drifted + 1 if drift and drift == self._drift else abs(drift)
         self._drift = drift
-        if self._num_drifted == NUM_WINDOWS:
+        if self._num_drifted == self._num_windows:
             before = self._pace
             self._begin()
             self._length = TURN
@@ -184,7 +187,7 @@ class Tuner:
         """Take over what `state_dict` returned; a trial that was not over begins anew, as with None."""
         self._begin()
         self._steps.clear()
-        self._length = FIRST_TURN
+        self._before, self._num_windows, self._length = None, NUM_WINDOWS, FIRST_TURN
         self._owes = state is None or bool(state["owes"])  # what another recipe left
         if state is None or not state["pace"] or self._control.size() == 1:
             return
