@@ -97,8 +97,8 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all that is kept."""
-        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.tensors.values())
+        """Memory of all that is kept. Other threads may ask: what grows meanwhile is gone through as a copy."""
+        return sum(tensor.nbytes for kept in self.items().values() for tensor in tuple(kept.tensors.values()))
 
     def items(self) -> Mapping[tuple[str, int], Kept]:
         """Return all that is kept."""

@@ -254,7 +254,8 @@ class Service:
             raise RefusedError(kind, str(error)) from None
         if other:
             self._open(frame.session, plan)
-        self._workers[rank] = _Worker(peer, rank, now_s)
+        with self._lock:  # engine threads and metrics go through them
+            self._workers[rank] = _Worker(peer, rank, now_s)
         if len(self._workers) == options.num_workers:
             for worker in self._workers.values():
                 self._tell(worker.peer, self._frame(Kind.WELCOME))
@@ -371,7 +372,8 @@ class Service:
 
     def clocks(self) -> list[int]:
         """Return how many exchanges every worker has begun, by rank; -1 for one that is not there."""
-        present = {rank: worker.clock for rank, worker in self._workers.items() if rank not in self._lost}
+        with self._lock:
+            present = {rank: worker.clock for rank, worker in self._workers.items() if rank not in self._lost}
         return [present.get(rank, -1) for rank in range(self.options.num_workers)]
 
     def check_heartbeats(self, now_s: float | None = None) -> None:
