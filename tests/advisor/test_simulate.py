@@ -11,9 +11,11 @@ from profiles import profile_of
 from thinwire.advisor.buckets import BUCKET_NBYTES, ddp_buckets
 from thinwire.advisor.closed_forms import overlapped_s
 from thinwire.advisor.collectives import ring_all_reduce_s, two_shot_s
+from thinwire.advisor.probe import plan_for
 from thinwire.advisor.profile import CollectiveFit, Overhead, Pair, Profile
 from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Driving, Exchanged, Step, Stragglers, simulate
-from thinwire.advisor.traffic import traffic
+from thinwire.advisor.traffic import pair_nbytes, traffic
+from thinwire.aggregators import PushPull
 from thinwire.errors import ProfileError
 from thinwire.plan import build_plan
 from thinwire.policy import PlanOptions
@@ -179,6 +181,30 @@ def test_hosts_that_are_alike_are_simulated_once_with_the_same_result() -> None:
         assert simulate(made, profile).step_s == pytest.approx(simulate(made, each).step_s, rel=1e-12)
 
 
+def test_servers_on_the_ranks_hosts_cost_what_owners_do() -> None:
+    """One a host: the same bytes both ways, but for the headers of frames; and the same work, in another process."""
+    profile = profile_of(MANY, hosts=4, beta=1e7, kernel_s_per_nbyte=1e-9)
+    plan = plan_for(profile.computation, profile.cluster, "servers:1/int8")
+    assert plan is not None
+    assert {type(param.aggregator) for param in plan.params} == {PushPull}
+    served, owned = simulate(Exchanged.of(plan, profile), profile), run(profile, "int8")
+    assert served.step_s == pytest.approx(owned.step_s, rel=0.02)
+    assert served.codec_s == pytest.approx(owned.codec_s, rel=0.3)
+    assert served.sent_nbytes.sum() == pytest.approx(owned.sent_nbytes.sum(), rel=0.01)
+    layout = plan.messages(list(plan.by_name))[0]
+    for one in layout.rounds:
+        t = traffic(one, 4, 1)
+        pairs = [[pair_nbytes(one, a, b, profile.cluster) for b in range(4)] for a in range(4)]
+        assert t.out.tolist() == [sum(row) - row[a] for a, row in enumerate(pairs)]
+        assert t.into.tolist() == [sum(row[b] for a, row in enumerate(pairs) if a != b) for b in range(4)]
+    two = plan_for(profile.computation, profile.cluster, "servers:2/int8")
+    assert two is not None
+    assert simulate(Exchanged.of(two, profile), profile).wire_s == pytest.approx(served.wire_s, rel=0.3)
+    odd = build_plan(profile.computation.named_tensors(), "int8", 4, PlanOptions(num_servers=3))
+    with pytest.raises(ProfileError, match="as many servers on each of 4 hosts, got 3"):
+        simulate(Exchanged.of(odd, profile), profile)
+
+
 def test_one_slow_pair_slows_all() -> None:
     profile = profile_of(MANY, hosts=4)
     cluster = profile.cluster
@@ -216,6 +242,16 @@ def test_fixed_costs_count_by_messages_rounds_and_buckets(cores: int) -> None:
     hidden = dataclasses.replace(computing, overhead=Overhead(message_s=0.1))
     last = exchanged(hidden, "int8", 1.0).messages[-1]
     assert run(hidden, "int8", 1.0).exposed_s == pytest.approx(0.1 * len(last))
+
+
+def test_a_core_of_which_other_programs_have_a_part_is_as_slow_for_exchanges() -> None:
+    """Backward got a quarter of it, so messages do."""
+    shared = profile_of(ONE, forward_s=0.0, backward_s=0.0, alpha_s=0.0, beta=1e30, cores=1, busy_cores=0.25)
+    profile = dataclasses.replace(shared, overhead=Overhead(message_s=0.1))
+    (messages,) = exchanged(profile, "int8", 1e9).messages
+    assert run(profile, "int8", 1e9).exposed_s == pytest.approx(4 * 0.1 * len(messages))
+    own = dataclasses.replace(profile, kernels=dataclasses.replace(profile.kernels, cores=8))
+    assert run(own, "int8", 1e9).exposed_s == pytest.approx(0.1 * len(messages)), "there are others to take"
 
 
 def test_stragglers_are_drawn_alike_and_cost_time() -> None:

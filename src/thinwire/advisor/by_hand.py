@@ -1,10 +1,9 @@
 """A profile of a cluster that nobody has measured, from what its owner knows of it, with every assumption stated."""
 
-import datetime
 from collections.abc import Sequence
 
 from thinwire.advisor.kernel_speed import compressors_of, measure_exchange, measure_kernels
-from thinwire.advisor.overhead import measure_messages, one_rank
+from thinwire.advisor.overhead import measure_messages_alone
 from thinwire.advisor.probe import plan_for
 from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Overhead, Profile
 from thinwire.aggregators import PowerSGD
@@ -41,7 +40,7 @@ def hand_profile(
         assumptions: made already.
 
     Raises:
-        ProfileError: one host, or numbers that cannot be.
+        ProfileError: one host, numbers that cannot be, or a process that is one of several ranks.
         RecipeError: an unknown recipe.
     """
     if hosts < 2:
@@ -67,8 +66,7 @@ def hand_profile(
     for plan in plans:
         if any(isinstance(param.aggregator, PowerSGD) and not param.reason for param in plan.params):
             speeds.append(measure_exchange(plan))
-    with one_rank() as group:
-        message_s, round_s = measure_messages(group, (), datetime.timedelta(minutes=1))
+    message_s, round_s = measure_messages_alone()
     stated.append(
         f"a message takes {1e6 * message_s:.0f} µs of a core and each of its rounds {1e6 * round_s:.0f} µs, as on this "
         "machine in one process; what sockets add is not counted, nor are DDP's copies, which accelerators do"

@@ -29,9 +29,12 @@ class Cores:
         """Share a rank's part of its machine's cores as an operating system does.
 
         With c cores a rank, of which backward keeps b busy, the thread gets what is left, or c / (1 + max(b, 1)), a
-        thread's fair share, if that is more; backward loses what it then lacks.
+        thread's fair share, if that is more; backward loses what it then lacks. Of a core that ranks share, backward
+        takes all it can get: where that is less than c, other programs have the rest, and kept it while exchanging.
         """
         cores, busy = profile.kernels.cores / profile.kernels.ranks_per_machine, profile.computation.busy_cores
+        if 0 < busy < cores <= 1:
+            cores = busy
         beside = min(1.0, max(cores - busy, cores / (1 + max(busy, 1.0)))) if busy else min(1.0, cores)
         backward = min(1.0, (cores - beside) / busy) if busy else 1.0
         return Cores(beside=beside, alone=min(1.0, cores), backward=backward, one=cores <= 1)

@@ -2,8 +2,6 @@
 
 import datetime
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from thinwire.aggregators import Block, Gather, Message, MessageLayout, Partitio
 from thinwire.aggregators.base import Aggregator
 from thinwire.comm.process_group import OverlappedDriver, own_group
 from thinwire.compressors import Cast
+from thinwire.errors import ProfileError
 
 NUM_MESSAGES = 24
 REPEATS = 5
@@ -46,6 +45,22 @@ def measure_messages(
         driver.close()
     round_s = min(max(two - one, 0.0), two / 2)  # of noise neither becomes negative
     return max(one - round_s, 0.0), round_s
+
+
+def measure_messages_alone() -> tuple[float, float]:
+    """Return what `measure_messages` does of a group of this process alone, which it makes: no socket is touched.
+
+    Raises:
+        ProfileError: the process is in a process group, whose other ranks know nothing of this.
+    """
+    if dist.is_initialized():
+        raise ProfileError("expected no process group, got one: profile its ranks with thinwire.profile instead")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
+        return measure_messages(dist.group.WORLD, (), datetime.timedelta(minutes=1))
+    finally:
+        dist.destroy_process_group()
 
 
 def _message_s(
@@ -138,17 +153,3 @@ def _nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
-
-
-@contextmanager
-def one_rank() -> Iterator[dist.ProcessGroup]:
-    """Give the default group, or where there is none one of this process alone."""
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-        yield dist.group.WORLD
-    finally:
-        if own:
-            dist.destroy_process_group()

@@ -19,6 +19,7 @@ from thinwire.advisor.overhead import measure_buckets, measure_messages
 from thinwire.advisor.pairs import link_class, measure_pairs
 from thinwire.advisor.places import Place, all_places, ranks_by_host
 from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Overhead, Pair, Profile
+from thinwire.advisor.served import split_method
 from thinwire.advisor.timeline import measure_computation
 from thinwire.aggregators import PowerSGD
 from thinwire.comm.meeting import check_reachable
@@ -282,9 +283,13 @@ def _measure_overhead(
 
 
 def plan_for(computation: Computation, cluster: Cluster, recipe: str) -> Plan | None:
-    """Return the plan of a recipe for a model on a cluster; None where this number of ranks is too large for it."""
+    """Return the plan of a recipe for a model on a cluster; None where this number of ranks is too large for it.
+
+    After "servers:N/" through parameter servers, N on every host.
+    """
+    servers, recipe = split_method(recipe)
     aggregator = parse_recipe(recipe)
-    options = PlanOptions(node_sizes=cluster.ranks_per_host)
+    options = PlanOptions(node_sizes=cluster.ranks_per_host, num_servers=servers * cluster.hosts)
     try:
         return build_plan(computation.named_tensors(), aggregator, cluster.world_size, options)
     except RecipeError:  # no room for so many summands

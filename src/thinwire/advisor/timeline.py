@@ -70,7 +70,7 @@ def measure_computation(
             )
             for name, param in params.items()
         ),
-        busy_cores=middle["cpu"] / backward_s if backward_s else 0.0,
+        busy_cores=middle["cpu"] / backward_s if backward_s and marks.on_cpu else 0.0,
     )
 
 
@@ -91,6 +91,11 @@ class _Marks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether processors compute."""
+        return self._device is None
 
     def time(self, step: Callable[[], object]) -> dict[str, float]:
         """Run one step; return seconds by what they were spent on."""

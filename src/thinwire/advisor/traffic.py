@@ -7,11 +7,9 @@ from numpy.typing import NDArray
 
 from thinwire.advisor.occupancy import Numbers
 from thinwire.advisor.profile import Cluster, Operation
+from thinwire.advisor.served import by_host, crossing
 from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
-from thinwire.errors import ThinwireError
-
-_SERVERS = "expected an exchange between ranks: what parameter servers do is not predicted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +18,8 @@ class Traffic:
 
     Attributes:
         operation: what kind of round.
-        sent: (num_ranks,) bytes that leave each rank, as the round counts them.
+        sent: (num_ranks,) bytes that leave each rank, as the round counts them; with servers each rank's part of what
+            leaves its host.
         out, into: (num_hosts,) bytes that cross each host's network interface.
         out_inside, into_inside: (num_ranks,) bytes between ranks of one host.
         in_step: whether no rank can go on before all have begun: rings.
@@ -58,15 +57,15 @@ def traffic(round_: Round, hosts: int, ranks_per_host: int) -> Traffic:
             )
         case AllReduce():
             sent = np.full(num_ranks, float(round_.sent_nbytes(0)))
-            crossing = np.full(hosts, sent[0] if hosts > 1 else 0.0)
+            between = np.full(hosts, sent[0] if hosts > 1 else 0.0)
             # Of a host's ranks all but the one whose next is on another host.
             staying = np.resize(np.arange(ranks_per_host) < ranks_per_host - (hosts > 1), num_ranks)
             arriving = np.resize(np.arange(ranks_per_host) >= (hosts > 1), num_ranks)
             return Traffic(
                 operation="all_reduce",
                 sent=sent,
-                out=crossing,
-                into=crossing,
+                out=between,
+                into=between,
                 out_inside=sent * staying,
                 into_inside=sent * arriving,
                 in_step=True,
@@ -78,7 +77,16 @@ def traffic(round_: Round, hosts: int, ranks_per_host: int) -> Traffic:
         case NodeRound():  # nodes are not hosts: a move of either kind may cross
             return _send_recv(SendRecv(tuple(round_.moves), num_ranks), hosts, ranks_per_host)
         case Push() | Pull():
-            raise ThinwireError(_SERVERS)
+            out, into = crossing(round_, hosts, ranks_per_host)
+            nothing, sent = np.zeros(num_ranks), np.repeat(out / ranks_per_host, ranks_per_host)
+            return Traffic(
+                operation="all_to_all" if isinstance(round_, Push) else "all_gather",
+                sent=sent,
+                out=out,
+                into=into,
+                out_inside=nothing,
+                into_inside=nothing,
+            )
 
 
 def _all_to_all(nbytes: Numbers, hosts: int, ranks_per_host: int) -> Traffic:
@@ -99,8 +107,8 @@ def _send_recv(moves: SendRecv, hosts: int, ranks_per_host: int) -> Traffic:
     num_ranks = hosts * ranks_per_host
     source, target, start, stop = np.array(moves.moves, np.int64).reshape(-1, 4).T
     nbytes = (stop - start).astype(np.float64)
-    crossing = source // ranks_per_host != target // ranks_per_host
-    outside, inside = nbytes * crossing, nbytes * ~crossing
+    leaves = source // ranks_per_host != target // ranks_per_host
+    outside, inside = nbytes * leaves, nbytes * ~leaves
     return Traffic(
         operation="send_recv",
         sent=by_place(source, nbytes, num_ranks),
@@ -147,4 +155,4 @@ def pair_nbytes(round_: Round, source: int, target: int, cluster: Cluster) -> fl
             moves = [move for rank in sources for move in round_.sends(rank)]
             return float(sum(stop - start for rank, start, stop in moves if rank in targets))
         case Push() | Pull():
-            raise ThinwireError(_SERVERS)
+            return each * float(by_host(round_, cluster.hosts)[target if isinstance(round_, Push) else source])

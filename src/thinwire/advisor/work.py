@@ -15,6 +15,7 @@ from thinwire.aggregators import (
     Nodes,
     Partition,
     PowerSGD,
+    PushPull,
     SumOnWire,
     TreeReduce,
     TwoShot,
@@ -29,8 +30,8 @@ def work(layout: MessageLayout, kernels: Kernels) -> list[Numbers]:
 
     A two-shot exchange encodes all, decodes `world_size` contributions to what a rank owns and encodes their mean, and
     decodes all; a gathering one decodes `world_size` contributions to everything; a tree merges what arrives; with
-    nodes, representatives add up their node. As `thinwire.codec` measures it. A statistic counts with
-    its encode.
+    nodes, representatives add up their node; what servers do counts for a rank of their host. As `thinwire.codec`
+    measures it. A statistic counts with its encode.
 
     Raises:
         ProfileError: the profile has no speed of a kind.
@@ -47,6 +48,8 @@ def work(layout: MessageLayout, kernels: Kernels) -> list[Numbers]:
     if kind is TwoShot:
         owned = layout.world_size * cost.owned("accumulate", _up) + cost.owned("encode", _down)
         return [*agreement, cost.all_of("encode", _up), owned, cost.all_of("decode", _down)]
+    if kind is PushPull:
+        return [cost.all_of("encode", _up), cost.at_servers(), cost.all_of("decode", _down)]
     if kind is Gather:
         return [*agreement, cost.all_of("encode", _up), layout.world_size * cost.all_of("accumulate", _up)]
     if kind is SumOnWire:
@@ -86,6 +89,14 @@ class _Cost:
     def owned(self, operation: KernelOperation, choose: Callable[[Partition], Compressor]) -> Numbers:
         """Of every partition's own compressor, on its owner."""
         return by_place(self._owners, self._each(operation, choose), self._layout.world_size)
+
+    def at_servers(self) -> Numbers:
+        """Of servers, which do for their partitions what owners do, by the rank that shares their processor."""
+        layout = self._layout
+        seconds = layout.world_size * self._each("accumulate", _up) + self._each("encode", _down)
+        first = layout.partitions[0].aggregator
+        assert isinstance(first, PushPull)
+        return by_place(self._owners * layout.world_size // first.num_servers, seconds, layout.world_size)
 
     def merged(self, moves: SendRecv) -> Numbers:
         """Of what arrives in one step of a tree, by the share of all bytes."""

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.advisor.served import split_method as split_method
 from thinwire.comm.rounds import Pull, Push
 from thinwire.errors import ServerError
 from thinwire.plan import Plan
@@ -19,18 +19,7 @@ from thinwire.server.client import Servers
 from thinwire.server.keys import make_keys
 from thinwire.wire import FRAME_NBYTES
 
-_METHOD = re.compile(r"servers:([1-9])/(.+)")
 _running: list[subprocess.Popen[str]] = []  # of this rank, for the method under way
-
-
-def split_method(method: str) -> tuple[int, str]:
-    """Return how many servers a method has on every host, and its recipe.
-
-    >>> split_method("servers:2/topk:0.01"), split_method("int8")
-    ((2, 'topk:0.01'), (0, 'int8'))
-    """
-    found = _METHOD.fullmatch(method)
-    return (0, method) if found is None else (int(found[1]), found[2])
 
 
 def start_servers(per_rank: int) -> Servers:

@@ -15,6 +15,7 @@ from thinwire.advisor.findings import links, time_text, warnings
 from thinwire.advisor.known import known_computation
 from thinwire.advisor.probe import RECIPES, probe_cluster, profile
 from thinwire.advisor.profile import Profile, write_profile
+from thinwire.advisor.served import split_method
 from thinwire.cli.bench import argument, check_writable, positive, positive_int
 from thinwire.cli.ranks import MEETING_S, Watch, import_factory, launched, leave, meet, start
 from thinwire.errors import ThinwireError
@@ -161,7 +162,7 @@ def recipe_list(text: str) -> tuple[str, ...]:
     """Read recipes with commas between them."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
-        parse_recipe(name)
+        parse_recipe(split_method(name)[1])
     if not names:
         raise ValueError(f"expected at least one recipe, got {text!r}")
     return names
