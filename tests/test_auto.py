@@ -10,8 +10,9 @@ from thinwire.feedback import Slot
 from thinwire.integrations import tuning
 from thinwire.integrations.stats import StepStats
 from thinwire.phases import build_phases
+from thinwire.random import Key
 
-NAMES = ("dense", "dense:fp16", "int8", "int4")
+NAMES = ("dense", "bf16", "int8", "int4")
 NBYTES = [800, 400, 200, 100]
 
 
@@ -33,7 +34,7 @@ def on_a_wire(bytes_per_s, compute_s=1.0, codec_s=0.1):
     ("bytes_per_s", "first_round", "winner"),
     [
         (1000.0, [3, 2, 1, 0], "dense"),  # nothing pays
-        (700.0, [3, 2, 1, 0], "dense:fp16"),
+        (700.0, [3, 2, 1, 0], "bf16"),
         (300.0, [3, 2, 1, 0], "int8"),
         (150.0, [3, 2, 1], "int4"),
         (10.0, [3, 2], "int4"),  # a slow network is spared the large ones
@@ -141,7 +142,7 @@ def phases_of(recipe, **kwargs):
 
 
 def test_dense_is_the_all_reduce_and_what_it_leaves_is_settled_by_owners() -> None:
-    phases = phases_of("auto", start_after=5)
+    phases = phases_of(Auto(candidates=("dense", "dense:fp16", "int8", "int4")), start_after=5)
     found = phases.candidates
     assert found is not None
     dense, half, int8, int4 = found.plans
@@ -161,6 +162,12 @@ def test_dense_is_the_all_reduce_and_what_it_leaves_is_settled_by_owners() -> No
     assert {Slot.WORKER, Slot.OWNER} <= phases.kept.by_name["weight"].slots
     owners = [[(p.offset, p.owner) for p in plan.by_name["weight"].partitions] for plan in (int8, int4, found.settling)]
     assert owners[0] == owners[1] == owners[2]
+
+
+def test_no_candidate_of_ours_refuses_what_float32_holds() -> None:
+    x = torch.tensor([3e38, -1e6, 1e-30, 0.0])
+    for compressor in (kind for one in Auto().settings for kind in (one.up, one.down)):
+        compressor.encode(x, Key(0, 0, 0, 0))  # raises what the range of the wire cannot hold
 
 
 def test_all_candidates_are_agreed_on() -> None:

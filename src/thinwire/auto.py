@@ -55,7 +55,7 @@ class Auto:
         ('dense', 'int8', 'topk:0.01')
     """
 
-    candidates: Sequence[str | Aggregator] = ("dense", "dense:fp16", "int8", "int4")
+    candidates: Sequence[str | Aggregator] = ("dense", "bf16", "int8", "int4")
 
     def __post_init__(self) -> None:
         given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)

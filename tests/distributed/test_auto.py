@@ -139,7 +139,7 @@ def _measured(rank, world_size):
 def test_ranks_choose_alike_by_what_they_measure(ranks):
     results = ranks(3).run(_measured)
     assert all(result[:3] == results[0][:3] for result in results)
-    assert results[0][1]["chosen"] in ("dense", "dense:fp16", "int8", "int4")
+    assert results[0][1]["chosen"] in Auto().names
     assert all(seconds > 0 for seconds in results[0][1]["pace"])
     assert sum("auto chose" in line for line in results[0][3]) == 1
 
