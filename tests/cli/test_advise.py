@@ -81,6 +81,7 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "expected --profile FILE, or a cluster by hand"),
         (["--profile", "p.json", "--hosts", "2"], "expected either --profile or a cluster by hand"),
         (["--recipes", "int9"], "did you mean 'int8'"),
+        (["--recipes", "servers:1/powersgd:4"], "expected a recipe of the two-shot exchange behind servers"),
         (["--recipes", "int8,streaming:4:2:4:int8"], "overlap: expected 0 to 3 steps"),
     ],
 )
