@@ -107,6 +107,14 @@ def test_what_cannot_be_predicted_is_one_line(
     assert said in capsys.readouterr().err
 
 
+def test_more_parts_than_parameters_are_refused_where_they_are_asked_for(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--profile", str(path), "--recipes", "streaming:5000:4000:0:int8"]
+    assert main(["advise", *arguments]) == 1
+    assert "fragments: expected 1 to " in capsys.readouterr().err
+
+
 def test_a_profile_of_another_model_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--profile", str(path), "--model", "resnet50"]) == 1
     assert "the profile is of another model (resnet50/4)" in capsys.readouterr().err
