@@ -24,7 +24,7 @@ from thinwire.aggregators import (
     pooled_nbytes,
 )
 from thinwire.aggregators.push_pull import server_work
-from thinwire.comm.process_group import DEPTH
+from thinwire.comm.process_group import DEPTH, SERVED_DEPTH
 from thinwire.comm.rounds import Round, buffer_sizes
 from thinwire.errors import PlanError
 from thinwire.feedback import MomentumCorrection, Slot
@@ -135,6 +135,10 @@ class Plan:
         """The largest `sent_nbytes` of any rank."""
         return max(map(sum, zip(*(r.sent_nbytes_by_rank() for r in self._rounds()), strict=True)))
 
+    @property
+    def _is_served(self) -> bool:
+        return any(isinstance(param.aggregator, ThroughServers) for param in self.params)
+
     def _one_bucket(self) -> list[MessageLayout]:
         """Return the messages of a step, if the whole model were one bucket."""
         return self.messages([param.info.name for param in reversed(self.params)])
@@ -145,8 +149,8 @@ class Plan:
     def residual_nbytes(self, rank: int) -> int:
         """Return the memory of what feedback keeps on `rank`: its residuals, and those of the partitions it owns.
 
-        With a GradScaler as much again is held during a step, so that a skipped one can be undone; without, only for
-        the messages under way.
+        With a GradScaler as much again is held during a step, so that a skipped one can be undone, and through servers,
+        so that one can be in which they are lost; else only for the messages under way.
         """
         return self.worker_nbytes + self.owner_nbytes(rank)
 
@@ -177,14 +181,18 @@ class Plan:
 
         Of as many messages as are under way at once, each as large as the largest: the buffers of all its rounds, and
         copies by which its residuals can be put back. Besides, float32 copies of 16-bit gradients that are compressed.
-        Buffers of other sizes that few messages take come on top. With a GradScaler copies of the residuals of all
-        messages are held, which this does not count.
+        Buffers of other sizes that few messages take come on top. Through servers the copies of all messages are held
+        until the step is over, so that it can be undone. With a GradScaler they are, too, which this does not count.
         """
         layouts = [layout for layout in self._one_bucket() if not isinstance(layout.partitions[0].aggregator, Dense)]
-        largest = max((sum(self.message_nbytes(layout, rank)) for layout in layouts), default=0)
+        sizes = [self.message_nbytes(layout, rank) for layout in layouts]
+        held = min(DEPTH, len(sizes)) * max(map(sum, sizes), default=0)
+        if self._is_served:
+            held = min(SERVED_DEPTH, len(sizes)) * max((buffers for buffers, _ in sizes), default=0)
+            held += sum(of_message for _, of_message in sizes)
         infos = {name: self.by_name[name].info for layout in layouts for name in layout.names}
         copies = sum(4 * info.numel for info in infos.values() if info.dtype != torch.float32)
-        return min(DEPTH, len(layouts)) * largest + copies
+        return held + copies
 
     def message_nbytes(self, layout: MessageLayout, rank: int) -> tuple[int, int]:
         """Return the work memory of a message on `rank`, in the sizes that pools lend: of buffers, and of copies."""
@@ -257,11 +265,14 @@ class Plan:
                 for partition in param.partitions:
                     owned[partition.owner] += 4 * partition.numel * num_slots
         rank = owned.index(max(owned))
-        return (
+        kept = (
             f"residuals take {self.worker_nbytes + owned[rank]:,} bytes a rank ({self.worker_nbytes:,} of what it "
-            f"sends, {owned[rank]:,} of what it owns), twice that during a step with a GradScaler; work memory "
-            f"up to about {self.work_nbytes(rank):,}, for {DEPTH} messages under way"
+            f"sends, {owned[rank]:,} of what it owns)"
         )
+        work = f"work memory up to about {self.work_nbytes(rank):,}"
+        if self._is_served:
+            return f"{kept}; {work}, with copies of all residuals during a step, for {SERVED_DEPTH} messages under way"
+        return f"{kept}, twice that during a step with a GradScaler; {work}, for {DEPTH} messages under way"
 
     def _at_servers(self) -> str:
         if not self.options.num_servers:

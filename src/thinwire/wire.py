@@ -20,7 +20,7 @@ from thinwire.errors import WireError
 if sys.byteorder != "little":
     raise ImportError("thinwire's wire format is little-endian and this machine is not")
 
-WIRE_FORMAT = 3  # raised whenever the bytes of any compressor or message change
+WIRE_FORMAT = 4  # raised whenever the bytes of any compressor or message change
 ALIGNMENT = 4  # every encoded block starts and ends on a multiple of this many bytes
 
 

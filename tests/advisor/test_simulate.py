@@ -15,7 +15,8 @@ from thinwire.advisor.probe import plan_for
 from thinwire.advisor.profile import CollectiveFit, Overhead, Pair, Profile
 from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Driving, Exchanged, Step, Stragglers, simulate
 from thinwire.advisor.traffic import pair_nbytes, traffic
-from thinwire.aggregators import PushPull
+from thinwire.advisor.work import work
+from thinwire.aggregators import NodePushPull, PushPull
 from thinwire.errors import ProfileError
 from thinwire.plan import build_plan
 from thinwire.policy import PlanOptions
@@ -203,6 +204,36 @@ def test_servers_on_the_ranks_hosts_cost_what_owners_do() -> None:
     odd = build_plan(profile.computation.named_tensors(), "int8", 4, PlanOptions(num_servers=3))
     with pytest.raises(ProfileError, match="as many servers on each of 4 hosts, got 3"):
         simulate(Exchanged.of(odd, profile), profile)
+
+
+def test_leaders_of_nodes_exchange_for_all_their_ranks() -> None:
+    """With a node on every host what crosses between hosts is what one rank a host would exchange through servers."""
+    profile = profile_of(MANY, hosts=3, ranks_per_host=4, beta=1e7, kernel_s_per_nbyte=1e-9)
+    plan = plan_for(profile.computation, profile.cluster, "servers:1/hier/int8")
+    assert plan is not None
+    assert {type(param.aggregator) for param in plan.params} == {NodePushPull}
+    names = list(plan.by_name)
+    single = profile_of(MANY, hosts=3)
+    alone = plan_for(single.computation, single.cluster, "servers:1/int8")
+    assert alone is not None
+    for ours, theirs in zip(plan.messages(names), alone.messages(names), strict=True):
+        for one, other in zip(ours.rounds[1:3], theirs.rounds, strict=True):
+            t, expected = traffic(one, 3, 4), traffic(other, 3, 1)
+            assert t.out == pytest.approx(expected.out, rel=1e-3)  # headers have bits for more ranks
+            assert t.into == pytest.approx(expected.into, rel=1e-3)
+            pairs = [[pair_nbytes(one, a, b, profile.cluster) for b in range(3)] for a in range(3)]
+            assert t.out.tolist() == [sum(row) - row[a] for a, row in enumerate(pairs)]
+            assert t.into.tolist() == [sum(row[b] for a, row in enumerate(pairs) if a != b) for b in range(3)]
+        gather, spread = traffic(ours.rounds[0], 3, 4), traffic(ours.rounds[3], 3, 4)
+        assert not any((*gather.out, *spread.out))
+        assert [rank for rank in range(12) if spread.out_inside[rank]] == [0, 4, 8]
+        before = work(ours, profile.kernels)
+        assert [rank for rank in range(12) if before[0][rank]] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
+        assert [rank for rank in range(12) if before[1][rank]] == [0, 4, 8]
+    step = simulate(Exchanged.of(plan, profile), profile)
+    between = simulate(exchanged(profile, "hier/int8"), profile)
+    assert step.wire_s == pytest.approx(between.wire_s, rel=0.3)
+    assert step.step_s < run(profile, "int8").step_s
 
 
 def test_one_slow_pair_slows_all() -> None:

@@ -22,7 +22,7 @@ from thinwire import (
 )
 from thinwire.aggregators import MEAN, Nodes, Partition, between_nodes_nbytes
 from thinwire.comm.node_round import NodeRound
-from thinwire.comm.rounds import SendRecv
+from thinwire.comm.rounds import SendRecv, buffer_sizes
 from thinwire.errors import PlanError, RecipeError
 from thinwire.plan import build_plan
 
@@ -284,3 +284,14 @@ def test_one_rank_a_node_delivers_what_two_shot_does() -> None:
     for _ in range(3):
         assert bits(made.run()[0]) == bits(flat.run()[0])
     assert made.residuals() == flat.residuals()
+
+
+@all_nodes
+def test_buffers_hold_what_several_get_once(sizes: tuple[int, ...]) -> None:
+    """The mean's bytes go from one buffer to all: it is stated as large as it is, not once for each of them."""
+    made = world(ONE_BIT, sizes)
+    for layout in made.plan.messages(list(SHAPES)):
+        for rank in range(sum(sizes)):
+            pulled, spread = layout.rounds[2:]
+            assert buffer_sizes(pulled, rank)[0] <= layout.details.down_nbytes[rank]  # type: ignore[attr-defined]
+            assert buffer_sizes(spread, rank)[0] <= sum(layout.details.down_nbytes)  # type: ignore[attr-defined]

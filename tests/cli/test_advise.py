@@ -81,6 +81,7 @@ def test_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "expected --profile FILE, or a cluster by hand"),
         (["--profile", "p.json", "--hosts", "2"], "expected either --profile or a cluster by hand"),
         (["--recipes", "int9"], "did you mean 'int8'"),
+        (["--recipes", "servers:1/powersgd:4"], "expected a recipe of the two-shot exchange behind servers"),
         (["--recipes", "int8,streaming:4:2:4:int8"], "overlap: expected 0 to 3 steps"),
     ],
 )
@@ -104,6 +105,14 @@ def test_what_cannot_be_predicted_is_one_line(
 ) -> None:
     assert main(["advise", "--rate", "1gbit", "--hosts", "2", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_more_parts_than_parameters_are_refused_where_they_are_asked_for(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--profile", str(path), "--recipes", "streaming:5000:4000:0:int8"]
+    assert main(["advise", *arguments]) == 1
+    assert "fragments: expected 1 to " in capsys.readouterr().err
 
 
 def test_a_profile_of_another_model_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Tower, attached, batch, digest, gradients, loss, seeded, train
 
 import thinwire
+from thinwire import PlanOptions
 from thinwire.aggregators import Message
 from thinwire.errors import AttachError, PlanError, RankLostError, RecipeError
 from thinwire.server.client import ServerDriver, Servers
@@ -64,6 +65,30 @@ def _over(rank, world_size, transport, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THINWIRE_TRANSPORT", transport)
         return _both_ways(rank, world_size, *args)
+
+
+def _memory(rank, world_size, addresses):
+    found = []
+    for recipe, nodes in (("onebit", None), ("hier/int4", 2)):
+        model = DDP(seeded(Tower, 64, 24))
+        options = PlanOptions(min_nbytes=0, partition_numel=1024, message_nbytes=16384)
+        with attached(model, recipe, options=options, nodes=nodes, servers=addresses) as link:
+            for step in range(3):
+                loss(model, batch(rank, step, width=64)).backward()
+            stats, plan = link.stats(), link.plan
+            found.append((stats["residual_nbytes"], plan.residual_nbytes(rank), stats["work_nbytes"]))
+            found[-1] += (plan.work_nbytes(rank), plan.worker_nbytes, str(plan))
+    return found
+
+
+def test_memory_is_what_the_plan_states(ranks):
+    """Copies of all residuals are kept until the step is over, so that it can be undone if servers are lost."""
+    with servers(2, 1) as (server,):
+        for found in ranks(2).run(_memory, [server.address]):
+            for kept, claimed, work, most, copies, said in found:
+                assert kept == claimed == copies
+                assert copies < work <= 1.05 * most
+                assert "with copies of all residuals during a step" in said
 
 
 def _resumed_and_scaled(rank, world_size, addresses):

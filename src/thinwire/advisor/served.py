@@ -25,16 +25,23 @@ def split_method(method: str) -> tuple[int, str]:
 def crossing(round_: Push | Pull, hosts: int, ranks_per_host: int) -> tuple[Numbers, Numbers]:
     """Return the bytes that leave each host for others, and those that reach it: two arrays of (num_hosts,).
 
-    Server s of S lies on host s H // S of H. Every rank pushes to, or pulls from, every server; those of its own host
-    are reached without the network.
+    Server s of S lies on host s H // S of H. Whoever takes part pushes to, or pulls from, every server; those of its
+    own host are reached without the network.
 
     Raises:
         ProfileError: hosts with different numbers of servers.
     """
-    at_host = by_host(round_, hosts)
-    by_ranks = ranks_per_host * (at_host.sum() - at_host)  # of a host's ranks, with servers elsewhere
-    by_servers = ranks_per_host * (hosts - 1) * at_host  # of a host's servers, with ranks elsewhere
+    at_host, num = by_host(round_, hosts), taking_part(round_, hosts, ranks_per_host)
+    by_ranks = num * (at_host.sum() - at_host)  # of a host's ranks, with servers elsewhere
+    by_servers = (num.sum() - num) * at_host  # of a host's servers, with ranks elsewhere
     return (by_ranks, by_servers) if isinstance(round_, Push) else (by_servers, by_ranks)
+
+
+def taking_part(round_: Push | Pull, hosts: int, ranks_per_host: int) -> Numbers:
+    """Return (num_hosts,) numbers of ranks that push or pull: all, or the leaders of nodes."""
+    if round_.ranks is None:
+        return np.full(hosts, float(ranks_per_host))
+    return np.bincount(np.array(round_.ranks) // ranks_per_host, minlength=hosts).astype(np.float64)
 
 
 def by_host(round_: Push | Pull, hosts: int) -> Numbers:

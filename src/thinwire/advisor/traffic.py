@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from thinwire.advisor.occupancy import Numbers
 from thinwire.advisor.profile import Cluster, Operation
-from thinwire.advisor.served import by_host, crossing
+from thinwire.advisor.served import by_host, crossing, taking_part
 from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
 
@@ -155,4 +155,6 @@ def pair_nbytes(round_: Round, source: int, target: int, cluster: Cluster) -> fl
             moves = [move for rank in sources for move in round_.sends(rank)]
             return float(sum(stop - start for rank, start, stop in moves if rank in targets))
         case Push() | Pull():
-            return each * float(by_host(round_, cluster.hosts)[target if isinstance(round_, Push) else source])
+            rank_at, server_at = (source, target) if isinstance(round_, Push) else (target, source)
+            num = taking_part(round_, cluster.hosts, each)[rank_at]
+            return float(num * by_host(round_, cluster.hosts)[server_at])

@@ -12,15 +12,17 @@ from thinwire.aggregators import (
     Gather,
     Hierarchical,
     MessageLayout,
+    NodePushPull,
     Nodes,
     Partition,
     PowerSGD,
     PushPull,
     SumOnWire,
+    ThroughServers,
     TreeReduce,
     TwoShot,
 )
-from thinwire.comm.rounds import SendRecv
+from thinwire.comm.rounds import Push, SendRecv
 from thinwire.compressors import Compressor, Identity
 from thinwire.errors import ProfileError
 
@@ -30,8 +32,8 @@ def work(layout: MessageLayout, kernels: Kernels) -> list[Numbers]:
 
     A two-shot exchange encodes all, decodes `world_size` contributions to what a rank owns and encodes their mean, and
     decodes all; a gathering one decodes `world_size` contributions to everything; a tree merges what arrives; with
-    nodes, representatives add up their node; what servers do counts for a rank of their host. As `thinwire.codec`
-    measures it. A statistic counts with its encode.
+    nodes, representatives, or leaders, add up their node; what servers do counts for a rank of their host. As
+    `thinwire.codec` measures it. A statistic counts with its encode.
 
     Raises:
         ProfileError: the profile has no speed of a kind.
@@ -50,6 +52,8 @@ def work(layout: MessageLayout, kernels: Kernels) -> list[Numbers]:
         return [*agreement, cost.all_of("encode", _up), owned, cost.all_of("decode", _down)]
     if kind is PushPull:
         return [cost.all_of("encode", _up), cost.at_servers(), cost.all_of("decode", _down)]
+    if kind is NodePushPull:
+        return cost.led()
     if kind is Gather:
         return [*agreement, cost.all_of("encode", _up), layout.world_size * cost.all_of("accumulate", _up)]
     if kind is SumOnWire:
@@ -93,9 +97,11 @@ class _Cost:
     def at_servers(self) -> Numbers:
         """Of servers, which do for their partitions what owners do, by the rank that shares their processor."""
         layout = self._layout
-        seconds = layout.world_size * self._each("accumulate", _up) + self._each("encode", _down)
+        push = next(one for one in layout.rounds if isinstance(one, Push))
+        num = layout.world_size if push.ranks is None else len(push.ranks)
+        seconds = num * self._each("accumulate", _up) + self._each("encode", _down)
         first = layout.partitions[0].aggregator
-        assert isinstance(first, PushPull)
+        assert isinstance(first, ThroughServers)
         return by_place(self._owners * layout.world_size // first.num_servers, seconds, layout.world_size)
 
     def merged(self, moves: SendRecv) -> Numbers:
@@ -128,6 +134,17 @@ class _Cost:
         stands = by_place(chosen.ravel(), summed.ravel(), layout.world_size)
         owned = by_place(self._owners, len(nodes.sizes) * accumulate + self._each("encode", _down), layout.world_size)
         return [away, stands, owned, self.nothing, self.all_of("decode", _down)]
+
+    def led(self) -> list[Numbers]:
+        """Inside a node, at its leader, at servers, back to the leader, and inside again."""
+        settings = self._layout.partitions[0].aggregator
+        assert isinstance(settings, NodePushPull)
+        assert isinstance(settings.node_sizes, tuple)
+        nodes = Nodes.sized(settings.node_sizes)
+        leads = nodes.places == 0
+        inside, decode_inside = (self._each(op, lambda p: p.aggregator.inner).sum() for op in ("encode", "decode"))
+        at_leader = (nodes.mates - 1) * decode_inside + self.all_of("encode", _up)
+        return [inside * ~leads, at_leader * leads, self.at_servers(), self.nothing, self.all_of("decode", _down)]
 
     def _each(self, operation: KernelOperation, choose: Callable[[Partition], Compressor]) -> Numbers:
         return np.array([self._seconds(p, operation, choose(p)) for p in self._layout.partitions])

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     profile = profile_of(args, tuple(dict.fromkeys(kernels)))
     if args.recipes is None:
         recipes = default_recipes(profile.cluster.ranks_per_host)
-    report = advise(profile, recipes, apart=_apart(profile, local))
+    report = advise(profile, recipes, apart=_apart(profile, local, asked=args.recipes is not None))
     _print(report, profile, file)
     document = {**report.as_dict(), "on": describe_profile(profile)}
     write_json(document, args.json)
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _apart(profile: Profile, local: Mapping[str, LocalName]) -> list[Apart]:
-    """Return what the local methods exchange, but for those with more parts than the model has parameters."""
+def _apart(profile: Profile, local: Mapping[str, LocalName], *, asked: bool) -> list[Apart]:
+    """Return what the local methods exchange; unasked none with more parts than the model has parameters."""
     tensors = profile.computation.named_tensors()
     return [
         planned(
@@ -96,7 +96,7 @@ def _apart(profile: Profile, local: Mapping[str, LocalName]) -> list[Apart]:
             options=PlanOptions(node_sizes=profile.cluster.ranks_per_host),
         )
         for name, method in local.items()
-        if method.fragments <= len(tensors)
+        if asked or method.fragments <= len(tensors)
     ]
 
 

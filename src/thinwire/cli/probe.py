@@ -16,6 +16,7 @@ from thinwire.advisor.known import known_computation
 from thinwire.advisor.probe import RECIPES, probe_cluster, profile
 from thinwire.advisor.profile import Profile, write_profile
 from thinwire.advisor.served import split_method
+from thinwire.aggregators import Dense, Hierarchical, TwoShot
 from thinwire.cli.bench import argument, check_writable, positive, positive_int
 from thinwire.cli.ranks import MEETING_S, Watch, import_factory, launched, leave, meet, start
 from thinwire.errors import ThinwireError
@@ -159,10 +160,12 @@ def _model(text: str) -> str:
 
 
 def recipe_list(text: str) -> tuple[str, ...]:
-    """Read recipes with commas between them."""
+    """Read recipes with commas between them, some through servers."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
-        parse_recipe(split_method(name)[1])
+        servers, recipe = split_method(name)
+        if not isinstance(parse_recipe(recipe), TwoShot | Hierarchical | Dense) and servers:
+            raise ValueError(f"{name}: expected a recipe of the two-shot exchange behind servers, as int8 or hier/int8")
     if not names:
         raise ValueError(f"expected at least one recipe, got {text!r}")
     return names

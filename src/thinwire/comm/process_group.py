@@ -43,6 +43,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 
 
 DEPTH = 6  # exchanges under way at once
+SERVED_DEPTH = 16  # likewise through parameter servers, whose answers wait for all workers
 LEAVE_S = 0.5  # for a lane to end, after an error
 SMALL_NBYTES = 8192  # below this a block costs more in waiting than in bytes
 

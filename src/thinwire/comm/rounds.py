@@ -192,7 +192,8 @@ def buffer_sizes(round_: Round, rank: int) -> tuple[int, int]:
         case AllReduce():
             return round_.numel * round_.dtype.itemsize, 0
         case SendRecv() | NodeRound():
-            return round_.sent_nbytes(rank), round_.received_nbytes(rank)
+            # Where several get the same bytes these lie there once.
+            return max((stop for _, _, stop in round_.sends(rank)), default=0), round_.received_nbytes(rank)
         case Push(nbytes):
             return (sum(nbytes) if round_.includes(rank) else 0), 0
         case Pull(nbytes):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from thinwire.auto import Auto, read_auto
 from thinwire.comm.process_group import all_gather_text, common_group
-from thinwire.errors import ThinwireError
+from thinwire.errors import RecipeError, ThinwireError
 from thinwire.integrations.ddp import Recipe
 from thinwire.ladder.counted import conservation, sent_bytes
 from thinwire.ladder.exact import dense, replicas, resume
@@ -75,7 +76,7 @@ def selfcheck(
 
     Raises:
         AttachError: there is no process group.
-        RecipeError: an unknown recipe.
+        RecipeError: an unknown recipe, or "auto", whose candidates are to be checked one by one.
         ThinwireError: an argument out of range, or a rank that came to no verdict.
     """
     world = common_group(None)
@@ -84,6 +85,12 @@ def selfcheck(
         raise ThinwireError(
             f"expected at least 2 steps, a timeout above 0 s and rungs of {', '.join(LADDER)}, got {steps}, {timeout} "
             f"and {unknown or 'these'}"
+        )
+    recipe = read_auto(recipe)
+    if isinstance(recipe, Auto):
+        raise RecipeError(
+            f"auto: what it sends hangs on seconds, which no two trainings share: check {', '.join(recipe.names)}, its "
+            "candidates, one by one"
         )
     if isinstance(recipe, str):
         recipe = parse_schedule(recipe)

@@ -21,6 +21,7 @@ from thinwire.comm.local import check_round
 from thinwire.comm.mesh import MeshClosedError, MeshError
 from thinwire.comm.process_group import (
     DEFAULT_TIMEOUT,
+    SERVED_DEPTH,
     Outcome,
     all_gather_text,
     own_group,
@@ -39,7 +40,6 @@ from thinwire.wire import digest_of, split
 
 NEWS_S = 1.0  # for servers to say why a rank of this node is gone, before it is told as seen from here
 QUESTION_NBYTES = 1 << 24  # of residuals that one frame asks for or sets, about
-DEPTH = 16  # exchanges under way at once, by default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class ServerDriver:
         group: dist.ProcessGroup,
         *,
         workers: int = 1,
-        depth: int = DEPTH,
+        depth: int = SERVED_DEPTH,
         timeout: datetime.timedelta | None = None,
     ) -> None:
         zmq_module()
