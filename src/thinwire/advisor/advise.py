@@ -34,7 +34,7 @@ class Advice:
     """One plan, and what is predicted of it.
 
     Attributes:
-        recipe: as `attach` takes it; of a local method its name.
+        recipe: as `attach` takes it, after "servers:N/" with N servers on every host; of a local method its name.
         bucket_cap_mb: DDP's, the best of some; None is its default.
         step_s: seconds.
         speedup_vs_ddp: over plain DDP with its best bucket size.
