@@ -9,7 +9,7 @@ from thinwire.advisor.apart import Apart, simulate_apart
 from thinwire.advisor.findings import rate_text, time_text, warnings
 from thinwire.advisor.probe import RECIPES, plan_for
 from thinwire.advisor.profile import Cluster, Profile
-from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Exchanged, Step, simulate
+from thinwire.advisor.simulate import ONE_STREAM, SERVED, THINWIRE, Exchanged, Step, simulate
 from thinwire.aggregators import Dense
 from thinwire.aggregators.checks import typical_contract
 from thinwire.compressors import Unbiased, is_exact
@@ -132,7 +132,8 @@ class Candidate:
     def predict(self, profile: Profile, cap: float | None) -> Step:
         """Simulate a step; only links and times may differ from the profile that it was planned for."""
         # Plain DDP issues one all-reduce after the other.
-        return simulate(self.exchanged[cap], profile, driving=ONE_STREAM if self.plan.is_dense else THINWIRE)
+        thinwire = SERVED if self.plan.options.num_servers else THINWIRE
+        return simulate(self.exchanged[cap], profile, driving=ONE_STREAM if self.plan.is_dense else thinwire)
 
     def best(self, profile: Profile) -> tuple[float | None, Step]:
         """Return the best bucket size, DDP's default where it is as good, and the step with it."""
