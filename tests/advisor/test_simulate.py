@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import profile_of
 
+from thinwire.advisor.advise import Candidate
 from thinwire.advisor.buckets import BUCKET_NBYTES, ddp_buckets
 from thinwire.advisor.closed_forms import overlapped_s
 from thinwire.advisor.collectives import ring_all_reduce_s, two_shot_s
@@ -204,6 +205,13 @@ def test_servers_on_the_ranks_hosts_cost_what_owners_do() -> None:
     odd = build_plan(profile.computation.named_tensors(), "int8", 4, PlanOptions(num_servers=3))
     with pytest.raises(ProfileError, match="as many servers on each of 4 hosts, got 3"):
         simulate(Exchanged.of(odd, profile), profile)
+
+
+def test_more_is_under_way_through_servers_than_between_ranks() -> None:
+    """Of forty messages on a network that takes its time and has room."""
+    profile = profile_of([(1024, 1024)] * 40, alpha_s=0.05, beta=1e11)
+    served, owned = (Candidate.of(recipe, profile).predict(profile, 8.0) for recipe in ("servers:1/int8", "int8"))
+    assert served.exposed_s < 0.7 * owned.exposed_s
 
 
 def test_leaders_of_nodes_exchange_for_all_their_ranks() -> None:

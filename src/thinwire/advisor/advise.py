@@ -9,7 +9,7 @@ from thinwire.advisor.apart import Apart, simulate_apart
 from thinwire.advisor.findings import rate_text, time_text, warnings
 from thinwire.advisor.probe import RECIPES, plan_for
 from thinwire.advisor.profile import Cluster, Profile
-from thinwire.advisor.simulate import ONE_STREAM, THINWIRE, Exchanged, Step, simulate
+from thinwire.advisor.simulate import ONE_STREAM, SERVED, THINWIRE, Exchanged, Step, simulate
 from thinwire.aggregators import Dense
 from thinwire.aggregators.checks import typical_contract
 from thinwire.compressors import Unbiased, is_exact
@@ -34,7 +34,7 @@ class Advice:
     """One plan, and what is predicted of it.
 
     Attributes:
-        recipe: as `attach` takes it; of a local method its name.
+        recipe: as `attach` takes it, after "servers:N/" with N servers on every host; of a local method its name.
         bucket_cap_mb: DDP's, the best of some; None is its default.
         step_s: seconds.
         speedup_vs_ddp: over plain DDP with its best bucket size.
@@ -132,7 +132,8 @@ class Candidate:
     def predict(self, profile: Profile, cap: float | None) -> Step:
         """Simulate a step; only links and times may differ from the profile that it was planned for."""
         # Plain DDP issues one all-reduce after the other.
-        return simulate(self.exchanged[cap], profile, driving=ONE_STREAM if self.plan.is_dense else THINWIRE)
+        thinwire = SERVED if self.plan.options.num_servers else THINWIRE
+        return simulate(self.exchanged[cap], profile, driving=ONE_STREAM if self.plan.is_dense else thinwire)
 
     def best(self, profile: Profile) -> tuple[float | None, Step]:
         """Return the best bucket size, DDP's default where it is as good, and the step with it."""

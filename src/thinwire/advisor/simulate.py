@@ -19,6 +19,7 @@ from thinwire.advisor.occupancy import Numbers, Occupancy
 from thinwire.advisor.profile import Cluster, Profile
 from thinwire.advisor.traffic import Traffic, traffic
 from thinwire.advisor.work import work
+from thinwire.comm.process_group import SERVED_DEPTH
 from thinwire.comm.rounds import Round
 from thinwire.errors import ProfileError
 from thinwire.plan import Plan
@@ -46,6 +47,8 @@ class Driving:
 
 THINWIRE = Driving()
 """`OverlappedDriver` as `attach` makes it."""
+SERVED = Driving(lanes=SERVED_DEPTH, depth=SERVED_DEPTH)
+"""`ServerDriver`: no exchange waits for a lane that another has."""
 ONE_STREAM = Driving(lane_sets=1, lanes=1, python=False)
 """One collective after the other, in order, as backends run DDP's own."""
 AFTER_BACKWARD = Driving(lane_sets=1, lanes=1, overlap=False, python=False)
