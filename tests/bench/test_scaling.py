@@ -154,7 +154,12 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("method", "said"), [("diloco:10:int8", "exchanges what an optimizer changed"), ("fsdp", "expected --wrap fsdp")]
+    ("method", "said"),
+    [
+        ("diloco:10:int8", "exchanges what an optimizer changed"),
+        ("fsdp", "expected --wrap fsdp"),
+        ("auto", "expected at least 42 with auto"),
+    ],
 )
 def test_methods_that_cannot_be_replayed(method: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "scaling", "--methods", method]) == 1

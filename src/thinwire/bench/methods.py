@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.arithmetic import ring_nbytes
-from thinwire.bench.settings import AUTO, LocalName, split_local
+from thinwire.bench.settings import AUTO, AUTO_START, LocalName, split_local
 from thinwire.comm.node_round import NodeRound
 from thinwire.comm.rounds import AllGather, AllReduce, AllToAll, Pull, Push, Round, SendRecv
 from thinwire.errors import ScheduleError
 
-AUTO_START = 40  # by when auto's first trial is over: three turns of three steps for each of four candidates
 POWERSGD_START = 2  # the earliest step at which torch's hook may compress: DDP rebuilds its buckets after the first
 FAST_BPS = 500e6  # from here on processor time decides, not the wire
 SLOW_BPS = 30e6  # up to here even a few bytes are worth sending early

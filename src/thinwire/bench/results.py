@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.arithmetic import dense_nbytes, ideal_step_s, with_headers
-from thinwire.bench.settings import Settings
+from thinwire.bench.settings import AUTO, AUTO_START, Settings
 
 SCHEMA = 1
 _SMOOTHING_STEPS = 5
@@ -87,7 +87,7 @@ def make_document(
                 "planned_with_headers_nbytes_per_step": with_headers(planned, planned),
                 "compression_ratio": dense / planned if planned else None,
                 "train_loss": _tail_mean(record["curve"]["loss"]),
-                "note": _note(record["method"]),
+                "note": _note(record),
             }
         )
     _add_equal_losses(runs)
@@ -140,10 +140,15 @@ def _add_equal_losses(runs: list[dict[str, Any]]) -> None:
         run["loss_at_equal_s"] = loss_at_seconds(run, seconds)
 
 
-def _note(method: str) -> str:
+def _note(record: Mapping[str, Any]) -> str:
     """What a reader of the table must know about a method's set-up; empty if nothing."""
-    if method.startswith("ddp-powersgd"):
+    if record["method"].startswith("ddp-powersgd"):
         return "one bucket: on gloo PyTorch's PowerSGD hook hangs with more, so nothing overlaps with backward"
+    if record["method"] == AUTO and record["steps"] < (enough := record["start_after"] + AUTO_START + 2):
+        return (
+            f"its first trial may take {AUTO_START} steps, so that figures are of those after it; expected at least "
+            f"{enough}, got {record['steps']}: its step is the last one, perhaps one of the trial"
+        )
     return ""
 
 

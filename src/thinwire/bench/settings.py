@@ -27,6 +27,7 @@ LOSS_STEPS = 100
 _WEIGHTS = ":weights="
 _LOCAL = re.compile(r"(localsgd|diloco):([1-9]\d*):(.+)|(streaming):([1-9]\d*):([1-9]\d*):(\d+):(.+)")
 AUTO = "auto"  # among the methods: `thinwire.attach(model, "auto")`
+AUTO_START = 40  # by when its first trial is over: three turns of three steps for each of four candidates
 BASELINE = re.compile(r"fsdp|ddp|ddp-fp16|ddp-powersgd:[1-9]\d*")
 _WORKLOAD = re.compile(rf"gpt|digits|replay:({'|'.join(MODELS)})(/[1-9]\d*)?")
 

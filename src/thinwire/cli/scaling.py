@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.scaling import HOSTS, METHODS, WORKLOADS, Grid, remarks, run_grid
-from thinwire.bench.settings import parse_methods, parse_workload, split_local
+from thinwire.bench.settings import AUTO, AUTO_START, parse_methods, parse_workload, split_local
 from thinwire.bench.terminal import Column, open_table
 from thinwire.cli import bench
 from thinwire.cli.output import add_json_argument, check_outputs, table_file, write_json
@@ -51,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
     for method in args.methods:
         if split_local(method) is not None:
             raise ThinwireError(f"--methods: {method} exchanges what an optimizer changed; a replay has none")
+        if method == AUTO and args.steps < AUTO_START + 2:
+            raise ThinwireError(
+                f"--steps: expected at least {AUTO_START + 2} with auto, which tries first, got {args.steps}"
+            )
     grid = Grid(
         workloads=args.workloads,
         hosts=args.hosts,
