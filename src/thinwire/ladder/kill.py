@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +62,7 @@ class Task:
 
 def kill(trial: Trial) -> Rung:
     """(g) After a rank's process was killed, the others must notice, and all must go on from what they had saved."""
-    half, rank, num = max(1, trial.steps // 2), dist.get_rank(trial.group), dist.get_world_size(trial.group)
+    half = max(1, trial.steps // 2)
     settings = {one.name: getattr(trial, one.name) for one in dataclasses.fields(trial) if one.name != "group"}
     if why := anywhere(_unknown_elsewhere(settings), trial.group):
         return Rung(name="kill", verdict="not applicable", sentence=why)
@@ -73,6 +73,22 @@ def kill(trial: Trial) -> Rung:
     limit = 2 * trial.timeout + datetime.timedelta(seconds=START_S)
     patient = dist.new_group(backend="gloo", timeout=2 * limit)  # a process may end at once, and another by its limit
     assert isinstance(patient, dist.ProcessGroup)
+    rung = _kill(trial, settings, half, limit, patient, expected, names)
+    dist.destroy_process_group(patient)  # not after an error: ranks may be waiting for each other
+    return rung
+
+
+def _kill(
+    trial: Trial,
+    settings: Mapping[str, Any],
+    half: int,
+    limit: datetime.timedelta,
+    patient: dist.ProcessGroup,
+    expected: Sequence[list[str]],
+    names: Sequence[str],
+) -> Rung:
+    """Run both launches, and compare what their processes see with what is expected. Collective."""
+    rank, num = dist.get_rank(trial.group), dist.get_world_size(trial.group)
     with tempfile.TemporaryDirectory(prefix="thinwire-") as folder:
         server, store = _open_store(patient)
         task = Task(
@@ -95,7 +111,6 @@ def kill(trial: Trial) -> Rung:
     where = anywhere(after.finding, patient)
     del server  # the processes of all ranks have left it
     where = where or anywhere(first_step_apart(expected[half:], after.seen, names, half), patient)
-    dist.destroy_process_group(patient)
     victim = f"rank {num - 1}'s process was killed in step {half}"
     if where:
         sentence = f"{victim}; from what was saved training does not go on as if nothing had happened: {where}"
