@@ -251,6 +251,8 @@ def _refused(rank, world_size):
         _attached("int8", None, options=thinwire.PlanOptions(seed=int(rank == 3)))
     with pytest.raises(RecipeError, match="ErrorFeedback"):
         _attached("int8", "topk:0.1@dgc")
+    with pytest.raises(PlanError, match="without parameter servers"):
+        _attached("int8", thinwire.PushPull(up=thinwire.BlockQuant(bits=8), down=thinwire.BlockQuant(bits=8)))
     with pytest.raises(AttachError, match="share ranks"):
         thinwire.attach(_model(mesh["shard"]), "int8", replicate_group=mesh["shard"])
     with pytest.raises(AttachError, match="one dimension"):

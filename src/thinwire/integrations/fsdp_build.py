@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.aggregators import Aggregator, Dense, Partition, ReduceScatter, ShardAllGather, TwoShot
+from thinwire.aggregators import Aggregator, Dense, Partition, ReduceScatter, ShardAllGather, ThroughServers, TwoShot
 from thinwire.compressors import Cast, Compressor, Identity
 from thinwire.errors import PlanError, RecipeError
 from thinwire.feedback import ErrorFeedback, Slot
@@ -80,7 +80,7 @@ def build_replica_phases(
 
     Raises:
         RecipeError: another feedback than `ErrorFeedback`.
-        PlanError: as `build_phases`, or gradients that no compressor takes.
+        PlanError: as `build_phases`, gradients that no compressor takes, or an exchange through servers.
     """
     params = [param for group in groups for param in group.params]
     for group in groups:
@@ -94,6 +94,8 @@ def build_replica_phases(
     def keyed(planned: PlannedParam) -> PlannedParam:
         name = planned.info.name
         _check_feedback(name, planned.aggregator)
+        if isinstance(planned.aggregator, ThroughServers):
+            raise PlanError(f"{name}: replicas exchange without parameter servers: expected a recipe, as 'int8'")
         # Neither what the way to the shard draws, nor what other shards of the parameter do.
         key = parameter_key(phases.final.options.seed, f"{name}[{first[name]}:]")
         return replace(planned, partitions=tuple(replace(p, key=key) for p in planned.partitions))
