@@ -73,8 +73,10 @@ def _kept(world: World) -> dict[tuple, bytes]:
     return owned | {key: data for key, data in world.residuals().items() if not Slot(key[1]).owned}
 
 
-@all_nodes
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    [*((recipe, (2, 2, 1)) for recipe in RECIPES), *(("hier:fp16/topk:0.05+int4", sizes) for sizes in NODES)],
+)
 def test_the_bits_are_those_of_hierarchical(recipe: str, sizes: tuple[int, ...]) -> None:
     plain, served = _both(recipe, sizes, order=list(reversed(range(sum(sizes)))))
     for _ in range(3):
