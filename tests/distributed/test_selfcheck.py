@@ -308,7 +308,7 @@ def test_a_rank_that_raises_or_hangs_is_a_failed_rung_and_no_hang(ranks, how):
 def _refused(rank, world_size):
     for recipe, kwargs, kind, words in [
         ("int9", {}, RecipeError, "int9"),
-        ("auto", {}, RecipeError, "check dense, dense:fp16, int8, int4"),
+        ("auto", {}, RecipeError, "check dense, bf16, int8, int4"),
         (thinwire.Auto(candidates=("dense", "int8")), {}, RecipeError, "check dense, int8, its candidates"),
         ("int8", {"steps": 1}, ThinwireError, "at least 2 steps"),
         ("int8", {"rungs": ["denser"]}, ThinwireError, "denser"),
