@@ -34,7 +34,7 @@ test: $(VENV)/.installed ## install, then the tests
 
 test-full: $(VENV)/.installed ## the core tests again on the reference kernels, then the longer tests
 	THINWIRE_KERNELS=reference $(BIN)/pytest $(PARALLEL) -m "not slow" tests/compressors tests/aggregators
-	$(RUN)$(BIN)/pytest -m slow
+	$(RUN)$(BIN)/pytest $(PARALLEL) -m slow
 
 test-triton: $(VENV)/.triton ## the kernels for GPUs, in Triton's interpreter on the CPU
 	$(RUN)PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) -m triton_interpreter tests/kernels
