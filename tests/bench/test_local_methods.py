@@ -72,9 +72,13 @@ def test_local_methods_over_loopback(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_bytes_at_the_interface_are_those_of_whole_periods():
-    for run in _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"):
+    # One of streaming's two exchanges a period may be under way where counting begins, or ends: a quarter of two periods.
+    for run, under_way in zip(
+        _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"), (0.0, 0.25), strict=True
+    ):
         planned, sent = run["planned_with_headers_nbytes_per_step"], run["sent_nbytes_per_step"]
-        assert planned * 0.97 < sent < planned * 1.1 + 3000, (run["method"], planned, sent)
+        low, high = planned * (0.97 - under_way), planned * (1.1 + under_way) + 3000
+        assert low < sent < high, (run["method"], planned, sent)
 
 
 @pytest.mark.lab
