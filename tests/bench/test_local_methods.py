@@ -72,7 +72,7 @@ def test_local_methods_over_loopback(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_bytes_at_the_interface_are_those_of_whole_periods():
-    # One of streaming's two exchanges a period may be under way where counting begins, or ends: a quarter of two periods.
+    # One of streaming's four exchanges in two periods may be under way where counting begins, or ends.
     for run, under_way in zip(
         _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"), (0.0, 0.25), strict=True
     ):
