@@ -149,11 +149,7 @@ def test_dense_is_the_all_reduce_and_what_it_leaves_is_settled_by_owners() -> No
     assert dense.is_dense
     assert half.is_dense
     assert phases.plans == ((0, dense), (5, int4))
-    assert not found.owes(dense)
-    assert not found.owes(half)
-    assert not found.owes(found.settling)
-    assert found.owes(int4)
-    assert found.owes(int8)  # it delivers what int4 owes, and owes what it loses itself
+    assert found.owing == (False, False, True, True)  # int8 delivers what int4 owes, and owes what it loses itself
     assert int8.by_name["weight"].aggregator.feedback == ErrorFeedback()
     settling = found.settling.by_name["weight"].aggregator
     assert isinstance(settling, TwoShot)

@@ -9,7 +9,7 @@ import numpy as np
 from thinwire.aggregators import Aggregator, Dense, Gather
 from thinwire.errors import RecipeError
 from thinwire.feedback import EF21
-from thinwire.recipes import parse_recipe
+from thinwire.recipes import parse_candidate, parse_candidates
 
 NUM_BINS = 10_000  # in which errors are counted, up to the budget
 _LARGEST = np.finfo(np.float64).max
@@ -65,15 +65,13 @@ class Allocate:
     samples: int = 4
 
     def __post_init__(self) -> None:
-        settings = tuple(_settings(candidate) for candidate in self.candidates)
-        default = _settings(self.default)
-        names = [candidate.recipe() for candidate in settings]
-        if len(settings) < 2 or len(set(settings)) < len(settings):
-            raise RecipeError(
-                f"Allocate: expected at least two candidates, each once, got {', '.join(names) or 'none'}"
-            )
+        settings = parse_candidates("Allocate", self.candidates)
+        default = parse_candidate("Allocate", self.default)
+        for candidate in (*settings, default):
+            _check_measurable(candidate)
         if default not in settings:
-            raise RecipeError(f"Allocate: expected a default among {', '.join(names)}, got {default.recipe()!r}")
+            names = ", ".join(candidate.recipe() for candidate in settings)
+            raise RecipeError(f"Allocate: expected a default among {names}, got {default.recipe()!r}")
         if not (self.budget > 0 and math.isfinite(self.budget)):
             raise RecipeError(f"Allocate: expected a finite budget above 0, got {self.budget}")
         if not 1 <= self.samples <= self.every:
@@ -97,17 +95,13 @@ class Allocate:
         return [*self.candidates].index(self.default)
 
 
-def _settings(candidate: object) -> Aggregator:
-    settings = parse_recipe(candidate) if isinstance(candidate, str) else candidate
-    if not isinstance(settings, Aggregator):
-        raise RecipeError(f"Allocate: expected recipes or Aggregators, got {candidate!r}")
+def _check_measurable(settings: Aggregator) -> None:
     alone = isinstance(settings, Dense) or settings.up.statistic_reduction is None
     if not alone or isinstance(settings.feedback, EF21) or (isinstance(settings, Gather) and settings.votes):
         raise RecipeError(
             f"Allocate: {settings.recipe()!r} has no error that a rank could measure of its gradient alone: expected "
             "kinds without statistics of all ranks, votes or EF21, as 'int4', 'topk:0.01' or 'powersgd:4'"
         )
-    return settings
 
 
 def choose(errors: Sequence[Sequence[float]], nbytes: Sequence[Sequence[int]], budget: float) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.aggregators import Aggregator, Dense, Gather
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
-from thinwire.recipes import parse_recipe
+from thinwire.recipes import parse_candidates
 
 NAME = "auto"  # the recipe that means `Auto()`
 NUM_ROUNDS = 3  # turns of a candidate that stays near the best
@@ -58,12 +58,11 @@ class Auto:
     candidates: Sequence[str | Aggregator] = ("dense", "bf16", "int8", "int4")
 
     def __post_init__(self) -> None:
-        given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
-        settings = tuple(_settings(candidate) for candidate in given)
-        names = ", ".join(candidate.recipe() for candidate in settings) or "none"
-        if len(settings) < 2 or len(set(settings)) < len(settings):
-            raise RecipeError(f"Auto: expected at least two candidates, each once, got {names}")
+        settings = parse_candidates("Auto", self.candidates)
+        for candidate in settings:
+            _check_interchangeable(candidate)
         if settings[0] != Dense():
+            names = ", ".join(candidate.recipe() for candidate in settings)
             raise RecipeError(f"Auto: expected 'dense' first, and then what loses more and more, got {names}")
         object.__setattr__(self, "candidates", settings)
 
@@ -83,17 +82,13 @@ def read_auto(recipe: Any) -> Any:
     return Auto() if isinstance(recipe, str) and recipe.strip() == NAME else recipe
 
 
-def _settings(candidate: object) -> Aggregator:
-    settings = parse_recipe(candidate) if isinstance(candidate, str) else candidate
-    if not isinstance(settings, Aggregator):
-        raise RecipeError(f"Auto: expected recipes or Aggregators, got {candidate!r}")
+def _check_interchangeable(settings: Aggregator) -> None:
     votes = isinstance(settings, Gather) and settings.votes
     if votes or not (settings.feedback is None or isinstance(settings.feedback, ErrorFeedback)):
         raise RecipeError(
             f"Auto: {settings.recipe()!r} cannot take turns with others: expected error feedback or none, and no "
             "votes, as in 'int4' or 'topk:0.01'"
         )
-    return settings
 
 
 class Trial:

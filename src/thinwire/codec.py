@@ -15,7 +15,6 @@ from thinwire.aggregators import (
     Hierarchical,
     Message,
     NodePushPull,
-    Nodes,
     Partition,
     PowerSGD,
     PushPull,
@@ -134,7 +133,7 @@ class _Block:
     def encode_up(self) -> None:
         aggregator = self.partition.aggregator
         if isinstance(aggregator, Hierarchical | NodePushPull):
-            nodes = self._nodes(aggregator)
+            nodes = aggregator.nodes(self._world_size)
             node = nodes.of[self._rank]
             leads = isinstance(aggregator, NodePushPull)
             stands = nodes.firsts[node] if leads else nodes.representative(self.partition.owner, node)
@@ -166,14 +165,10 @@ class _Block:
         elif isinstance(aggregator, Gather):
             self._sum_up()
 
-    @staticmethod
-    def _nodes(aggregator: Hierarchical | NodePushPull) -> Nodes:
-        assert isinstance(aggregator.node_sizes, tuple)  # the plan has filled them in
-        return Nodes.sized(aggregator.node_sizes)
-
     def _sum_up(self) -> None:
         aggregator = self.partition.aggregator
-        num = len(self._nodes(aggregator).sizes) if isinstance(aggregator, Hierarchical) else self._world_size
+        hierarchical = isinstance(aggregator, Hierarchical)
+        num = len(aggregator.nodes(self._world_size).sizes) if hierarchical else self._world_size
         for source in range(num):
             job = DecodeJob(self._sent, self._value, 1.0 if source else None, self._key, self._shared)
             self._up.decode_jobs([job], self._specs, threads=self._threads)

@@ -4,6 +4,7 @@ Since owners stay, residuals need not move when a phase begins.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Choices:
         return dataclasses.replace(self.default, params=tuple(params))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """The candidates of an `Auto` resolved: a plan for each.
 
@@ -60,9 +61,10 @@ class Candidates:
     plans: tuple[Plan, ...]
     settling: Plan
 
-    def owes(self, plan: Plan) -> bool:
-        """Whether something may be owed after a step by a plan that was not before it."""
-        return plan is not self.settling and any(_owed(param) for param in plan.params)
+    @functools.cached_property
+    def owing(self) -> tuple[bool, ...]:
+        """Of every plan, whether something may be owed after a step by it that was not before."""
+        return tuple(any(_owed(param) for param in plan.params) for plan in self.plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ class Phases:
         return lines
 
     def __str__(self) -> str:
+        if self.candidates is not None:  # of which any may be valid
+            named = zip(self.candidates.settings.names, self.candidates.plans, strict=True)
+            return "\n\n".join(f"candidate {name}:\n{plan}" for name, plan in named)
         if len(self.plans) == 1:
             return str(self.final)
         return "\n\n".join(f"from step {start} on:\n{plan}" for start, plan in self.plans)

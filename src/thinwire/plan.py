@@ -161,12 +161,16 @@ class Plan:
 
     def owner_nbytes(self, rank: int) -> int:
         """Return the bytes of what feedback keeps on `rank` of the partitions it owns."""
-        return sum(
-            4 * partition.numel * sum(slot.owned for slot in param.slots)
-            for param in self.params
-            for partition in param.partitions
-            if partition.owner == rank
-        )
+        return self._owner_nbytes()[rank]
+
+    def _owner_nbytes(self) -> list[int]:
+        """Return the same of all ranks, in one pass."""
+        owned = [0] * self.world_size
+        for param in self.params:
+            if num_slots := sum(slot.owned for slot in param.slots):  # where servers own, they keep it
+                for partition in param.partitions:
+                    owned[partition.owner] += 4 * partition.numel * num_slots
+        return owned
 
     def buffers_nbytes(self, rank: int) -> int:
         """Return the bytes of all buffers that a message sends from and receives into on `rank`, of the largest one.
@@ -259,11 +263,7 @@ class Plan:
 
     def memory(self) -> str:
         """Return what the rank that owns the most keeps and works in, in words."""
-        owned = [0] * self.world_size
-        for param in self.params:
-            if num_slots := sum(slot.owned for slot in param.slots):  # where servers own, they keep it
-                for partition in param.partitions:
-                    owned[partition.owner] += 4 * partition.numel * num_slots
+        owned = self._owner_nbytes()
         rank = owned.index(max(owned))
         kept = (
             f"residuals take {self.worker_nbytes + owned[rank]:,} bytes a rank ({self.worker_nbytes:,} of what it "

@@ -258,6 +258,28 @@ def parse_recipe(text: str) -> Aggregator:
         raise RecipeError(f"recipe {text!r}: {error}") from None
 
 
+def parse_candidate(of: str, candidate: object) -> Aggregator:
+    """Return one of the settings that something chooses among: what a recipe string stands for, or the settings given.
+
+    Raises:
+        RecipeError: an unknown recipe, or anything else; the message begins with `of`, who chooses.
+    """
+    settings = parse_recipe(candidate) if isinstance(candidate, str) else candidate
+    if not isinstance(settings, Aggregator):
+        raise RecipeError(f"{of}: expected recipes or Aggregators, got {candidate!r}")
+    return settings
+
+
+def parse_candidates(of: str, candidates: str | Iterable[object]) -> tuple[Aggregator, ...]:
+    """Return all of them. Raises `RecipeError` for fewer than two, or one twice, too."""
+    given = (candidates,) if isinstance(candidates, str) else candidates
+    settings = tuple(parse_candidate(of, candidate) for candidate in given)
+    if len(settings) < 2 or len(set(settings)) < len(settings):
+        names = ", ".join(one.recipe() for one in settings) or "none"
+        raise RecipeError(f"{of}: expected at least two candidates, each once, got {names}")
+    return settings
+
+
 _INSIDE = {"hier": None, "hier:fp16": torch.float16, "hier:bf16": torch.bfloat16}
 
 

@@ -20,8 +20,9 @@ from thinwire import (
     parse_recipe,
     reshard_state,
 )
-from thinwire.aggregators import MEAN, Nodes, Partition, between_nodes_nbytes
+from thinwire.aggregators import MEAN, Partition, between_nodes_nbytes
 from thinwire.comm.node_round import NodeRound
+from thinwire.comm.nodes import Nodes
 from thinwire.comm.rounds import SendRecv, buffer_sizes
 from thinwire.errors import PlanError, RecipeError
 from thinwire.plan import build_plan

@@ -46,7 +46,7 @@ def _rebuild(rank, world_size, recipe):
             model.zero_grad()
             loss(model, x).backward()
             ledger.got()
-            layouts.append({bucket.names for bucket in link._buckets.values()})
+            layouts.append({bucket.names for bucket in link._buckets.kept.values()})
             _step(model)
         return ledger.error(), layouts
 
@@ -77,7 +77,7 @@ def _accumulate(rank, world_size, recipe, static_graph):
                 with model.no_sync() if micro < 2 else nullcontext():
                     loss(model, x).backward()
             stats = link.stats()
-            messages = sum(len(bucket.plan.layouts) for bucket in link._buckets.values())
+            messages = sum(len(bucket.plan.layouts) for bucket in link._buckets.kept.values())
             calls.append((stats["steps"], stats["num_collectives"], messages))
             ledger.got()
             _step(model)

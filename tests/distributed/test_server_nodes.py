@@ -221,6 +221,7 @@ def test_a_rank_that_dies_is_named_on_all(ranks, tmp_path, victim, stage):
     for kind, message in _stories(tmp_path, others):
         assert kind == "RankLostError"
         assert re.search(rf"(rank|worker) {victim}\b", message), message
+        assert ("MemoryError: of this rank" in message) == (stage == "raised")
 
 
 def _go_on_without(rank, world_size, addresses, folder, victim):

@@ -13,7 +13,6 @@ from thinwire.aggregators import (
     Hierarchical,
     MessageLayout,
     NodePushPull,
-    Nodes,
     Partition,
     PowerSGD,
     PushPull,
@@ -121,8 +120,7 @@ class _Cost:
         layout = self._layout
         settings = layout.partitions[0].aggregator
         assert isinstance(settings, Hierarchical)
-        assert isinstance(settings.node_sizes, tuple)
-        nodes = Nodes.sized(settings.node_sizes)
+        nodes = settings.nodes(layout.world_size)
         inside, decode_inside = (self._each(op, lambda p: p.aggregator.inner) for op in ("encode", "decode"))
         up, accumulate = self._each("encode", _up), self._each("accumulate", _up)
         sizes, firsts, places = np.array(nodes.sizes), np.array(nodes.firsts), nodes.places[self._owners]
@@ -139,8 +137,7 @@ class _Cost:
         """Inside a node, at its leader, at servers, back to the leader, and inside again."""
         settings = self._layout.partitions[0].aggregator
         assert isinstance(settings, NodePushPull)
-        assert isinstance(settings.node_sizes, tuple)
-        nodes = Nodes.sized(settings.node_sizes)
+        nodes = settings.nodes(self._layout.world_size)
         leads = nodes.places == 0
         inside, decode_inside = (self._each(op, lambda p: p.aggregator.inner).sum() for op in ("encode", "decode"))
         at_leader = (nodes.mates - 1) * decode_inside + self.all_of("encode", _up)

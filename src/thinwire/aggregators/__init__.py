@@ -27,4 +27,3 @@ from thinwire.aggregators.staging import work_memory as work_memory
 from thinwire.aggregators.sum_on_wire import SumOnWire as SumOnWire
 from thinwire.aggregators.tree import TreeReduce as TreeReduce
 from thinwire.aggregators.two_shot import TwoShot as TwoShot
-from thinwire.comm.nodes import Nodes as Nodes

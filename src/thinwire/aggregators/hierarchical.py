@@ -119,6 +119,10 @@ class Hierarchical(Aggregator):
 
     def for_world(self, world_size: int) -> Self:
         """Fill in the size of every node."""
+        return replace(self, node_sizes=self.nodes(world_size).sizes)
+
+    def nodes(self, world_size: int) -> Nodes:
+        """Return which ranks share a node."""
         if self.node_sizes is None:
             raise RecipeError(
                 f"{self.recipe()}: expected to be told which ranks share a node; pass attach(..., nodes='auto'), "
@@ -130,7 +134,7 @@ class Hierarchical(Aggregator):
                 f"{self.recipe()}: expected positive node sizes that add up to the {world_size} ranks, got "
                 f"{self.node_sizes}"
             )
-        return replace(self, node_sizes=sizes)
+        return Nodes.sized(sizes)
 
     def together(self, dtype: torch.dtype) -> Hashable:
         """Partitions of one message take one way."""
@@ -251,12 +255,6 @@ class Hierarchical(Aggregator):
         message.finish()
 
 
-def _nodes(aggregator: Hierarchical, world_size: int) -> Nodes:
-    sizes = aggregator.for_world(world_size).node_sizes
-    assert isinstance(sizes, tuple)
-    return Nodes.sized(sizes)
-
-
 def _with_own(blocks: list[Tensor], place: int, own: Tensor) -> list[Tensor]:
     return [*blocks[:place], own, *blocks[place:]]
 
@@ -303,7 +301,7 @@ class _Way:
         """Fill blocks in the order of partitions."""
         first = partitions[0].aggregator
         assert isinstance(first, Hierarchical)
-        nodes = _nodes(first, world_size)
+        nodes = first.nodes(world_size)
         inner_nbytes, up_nbytes, down_nbytes = [header] * world_size, [0] * world_size, [header] * world_size
         inner: list[list[int]] = [[] for _ in nodes.sizes]
         up: list[int] = []

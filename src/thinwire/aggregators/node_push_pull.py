@@ -1,5 +1,6 @@
 """Dense inside a node, then through parameter servers: one leader a node pushes, pulls, and hands on what comes."""
 
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -70,13 +71,7 @@ class NodePushPull(Aggregator):
     @property
     def between(self) -> Hierarchical:
         """The same exchange without servers."""
-        return Hierarchical(
-            up=self.up,
-            down=self.down,
-            feedback=self.feedback,
-            inner_dtype=self.inner_dtype,
-            node_sizes=self.node_sizes,
-        )
+        return _between(self)
 
     @property
     def inner(self) -> Compressor:
@@ -101,6 +96,10 @@ class NodePushPull(Aggregator):
         """Fill in the size of every node."""
         return replace(self, node_sizes=self.between.for_world(world_size).node_sizes)
 
+    def nodes(self, world_size: int) -> Nodes:
+        """Return which ranks share a node."""
+        return self.between.nodes(world_size)
+
     def together(self, dtype: torch.dtype) -> Hashable:
         """Partitions of one message take one way."""
         return self.node_sizes
@@ -110,7 +109,7 @@ class NodePushPull(Aggregator):
         """Inside nodes a header and gradients, to leaders; blocks of servers as in `PushPull`, which they hand on."""
         first = partitions[0].aggregator
         assert isinstance(first, NodePushPull)
-        nodes = nodes_of(first, world_size)
+        nodes = first.nodes(world_size)
         num_servers = max(p.aggregator.num_servers for p in partitions if isinstance(p.aggregator, NodePushPull))
         served = lay_out_for_servers(partitions, world_size, num_servers, nodes)
         push, pull = served.rounds
@@ -132,7 +131,7 @@ class NodePushPull(Aggregator):
         assert isinstance(pull, Pull)
         settings = layout.partitions[0].aggregator
         assert isinstance(settings, NodePushPull)
-        nodes = nodes_of(settings, layout.world_size)
+        nodes = settings.nodes(layout.world_size)
         node, header = nodes.of[rank], header_nbytes(len(layout.names))
         if not message.sections:
             message.sections = _sections(layout, push, pull, node)
@@ -178,18 +177,23 @@ class NodePushPull(Aggregator):
 ThroughServers = PushPull | NodePushPull  # the exchanges whose owners are servers
 
 
-def nodes_of(aggregator: Hierarchical | NodePushPull, world_size: int) -> Nodes:
-    """Return which ranks share a node."""
-    sizes = aggregator.for_world(world_size).node_sizes
-    assert isinstance(sizes, tuple)
-    return Nodes.sized(sizes)
+@functools.lru_cache(maxsize=1024)
+def _between(settings: NodePushPull) -> Hierarchical:
+    """Make it once: every exchange asks for it."""
+    return Hierarchical(
+        up=settings.up,
+        down=settings.down,
+        feedback=settings.feedback,
+        inner_dtype=settings.inner_dtype,
+        node_sizes=settings.node_sizes,
+    )
 
 
 def between_nodes_nbytes(layout: MessageLayout) -> list[int]:
     """Return, per node, the bytes of a message that leave its ranks for other nodes, or for servers."""
     aggregator = layout.partitions[0].aggregator
     assert isinstance(aggregator, Hierarchical | NodePushPull)
-    nodes = nodes_of(aggregator, layout.world_size)
+    nodes = aggregator.nodes(layout.world_size)
     sent = [0] * len(nodes.sizes)
     for between in layout.rounds[1:3]:
         for rank, nbytes in enumerate(between.sent_nbytes_by_rank()):

@@ -15,6 +15,7 @@ from thinwire.allocate import choose
 from thinwire.comm.process_group import all_gather_text
 from thinwire.compressors import Compressor
 from thinwire.errors import PlanError, StateError
+from thinwire.integrations.choosing import Chooser
 from thinwire.kernels import EncodeJob
 from thinwire.kernels.reference_steps import tree_sum
 from thinwire.phases import Choices
@@ -24,7 +25,7 @@ from thinwire.random import Key
 Errors = dict[str, list[float]]  # squared, by parameter and candidate
 
 
-class Allocator:
+class Allocator(Chooser):
     """Holds the choice that is valid now, and the errors that the next one is made by.
 
     Args:
@@ -34,14 +35,21 @@ class Allocator:
         control: a group whose tensors live on the CPU.
     """
 
+    key, title = "allocation", "Allocate"
+
     def __init__(self, choices: Choices, start: int, rank: int, control: dist.ProcessGroup) -> None:
         self._choices, self._start, self._rank, self._control = choices, start, rank, control
         self._names = choices.names
         self._candidates = _by_place(choices)
-        self.plan = choices.default
+        self._plan = choices.default
         self._chosen = dict.fromkeys(self._names, choices.settings.default_index)
         self._errors: Errors = {}  # of this rank, since the last choice, in units of the unscaled gradient
         self._last = start  # the step of the last choice
+
+    @property
+    def plan(self) -> Plan:
+        """What was chosen last."""
+        return self._plan
 
     def is_measured(self, step: int) -> bool:
         """Whether errors are measured in this step."""
@@ -66,12 +74,14 @@ class Allocator:
             so_far = self._errors.get(name, [0.0] * len(found))
             self._errors[name] = [a + b / loss_scale**2 for a, b in zip(so_far, found, strict=True)]
 
-    def is_due(self, step: int) -> bool:
-        """Whether there is a choice to make before this step."""
+    def next_plan(self, step: int) -> Plan:
+        """Return the plan of a step that begins, after the choice that may be due. Collective where it is."""
         since = step - self._start
-        return since > 0 and since % self._choices.settings.every == 0 and step != self._last
+        if since > 0 and since % self._choices.settings.every == 0 and step != self._last:
+            self._choose(step)
+        return self.plan
 
-    def choose(self, step: int) -> None:
+    def _choose(self, step: int) -> None:
         """Make the choice that is due, on all ranks alike. Collective."""
         self._last = step
         texts = all_gather_text(json.dumps([step, self._errors]), self._control)
@@ -106,7 +116,7 @@ class Allocator:
 
     def _take(self, chosen: Mapping[str, int]) -> None:
         self._chosen = dict(chosen)
-        self.plan = self._choices.mixed(self._chosen)
+        self._plan = self._choices.mixed(self._chosen)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, by recipe, and what the next one is made by, as plain numbers and strings."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,15 +30,17 @@ from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
 from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.all_reduce import all_reduce_mean
-from thinwire.integrations.allocation import Allocator, Errors
-from thinwire.integrations.buckets import BucketPlan, plan_bucket
-from thinwire.integrations.clipping import clipped_blocks, set_clipping
+from thinwire.integrations.allocation import Allocator
+from thinwire.integrations.buckets import Bucket, BucketPlan, Buckets, Waiter
+from thinwire.integrations.choosing import Chooser
+from thinwire.integrations.clipping import set_clipping
 from thinwire.integrations.driver import Driver, ServedDriver
-from thinwire.integrations.loggers import Logger
+from thinwire.integrations.loggers import Logger, Loggers
 from thinwire.integrations.replicas import ReplicaCheck
 from thinwire.integrations.served import OwedByServers
 from thinwire.integrations.sparse import nbytes_of, sum_sparse
-from thinwire.integrations.stats import StepStats, Totals
+from thinwire.integrations.stats import Totals
+from thinwire.integrations.step import Step, squared_norm_of, values_of
 from thinwire.integrations.tuning import Tuner
 from thinwire.integrations.verdicts import lost, not_finite, scales_differ
 from thinwire.integrations.watch import Watch
@@ -55,52 +57,6 @@ class Scaler(Protocol):
     def get_scale(self) -> float:
         """Return the current loss scale."""
         ...
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is under way between the first bucket of a backward pass and its last message."""
-
-    number: int
-    plan: Plan
-    loss_scale: float = 1.0
-    learning_rates: dict[str, float] = field(default_factory=dict)
-    stats: StepStats = field(default_factory=StepStats)
-    messages: list[Message] = field(default_factory=list)
-    pending: int = 0
-    closed: bool = False  # no further bucket comes
-    began_s: float = 0.0
-    last_submitted_s: float = 0.0
-    squared_norm: float = 0.0  # of the mean gradient, in steps in which it is measured
-    local_norm: float = 0.0  # of this rank's gradient, likewise: the largest of any bucket
-    delivered: bool = False  # whether the mean has an element other than 0, likewise
-    nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())  # outside of messages
-    errors: Errors = field(default_factory=dict)  # of the gradients under all candidates, in steps that measure them
-    error: BaseException | None = None
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """One of DDP's buckets, as long as DDP keeps it: after the first step DDP makes others."""
-
-    names: tuple[str, ...]
-    buffer: Tensor
-    source: Plan  # what the plan was made from
-    plan: BucketPlan
-    work: Tensor  # float32, what messages work on: the buffer itself, or a copy where it is of another dtype
-    messages: list[Message]
-    clipped: list[tuple[Block, float]]  # blocks whose gradients are clipped, in the order of parameters, and the norms
-    narrow: Tensor | None = None  # what is summed where DDP's own all-reduce carries another dtype
-    waiter: "_Waiter | None" = None  # of the last step
-
-
-@dataclass(slots=True)
-class _Waiter:
-    """The messages of one bucket in one step."""
-
-    bucket: _Bucket
-    future: "torch.futures.Future[Any]"
-    pending: int
 
 
 class Link:
@@ -140,15 +96,14 @@ class Link:
         self.phases, self.plan = phases, phases.final
         self.rank = rank
         self.state = State(phases.kept, params, rank)
-        self._allocator = None
+        self._allocator, self._tuner, start = None, None, phases.plans[-1][0]
         if phases.choices is not None:
-            self._allocator = Allocator(phases.choices, phases.plans[-1][0], rank, driver.control)
-        self._tuner = None
+            self._allocator = Allocator(phases.choices, start, rank, driver.control)
         if phases.candidates is not None:
-            self._tuner = Tuner(phases.candidates, phases.plans[-1][0], rank, driver.control)
-            self.plan = self._tuner.plan
-        # Those that choose plans, by where the state has what they chose, and who that is in words.
-        self._choosers = {"allocation": (self._allocator, "Allocate"), "auto": (self._tuner, "auto")}
+            self._tuner = Tuner(phases.candidates, start, rank, driver.control)
+        self._chooser: Chooser | None = self._allocator or self._tuner
+        if self._chooser is not None:
+            self.plan = self._chooser.plan
         self.error: BaseException | None = None
         self.skipped_steps = 0
         self._failed: BaseException | None = None  # what ended the exchange for good
@@ -157,23 +112,22 @@ class Link:
         self._driver = driver
         # Where servers keep what owners keep; a failed step is then undone.
         self._served = None if served is None else OwedByServers(served, phases, self.state, rank)
-        self._begun: _Step | None = None  # the last step
+        self._begun: Step | None = None  # the last step
         self._optimizer, self._scaler = optimizer, scaler
         self._on_nonfinite = on_nonfinite
         self._watch = watch
         self._agreed: Plan | None = phases.at(0)  # the plan that all ranks are known to use
         self._threads = threads
         self._replicas, self._check_replicas_every = replicas, check_replicas_every
-        self._loggers = list(loggers) if rank == 0 else []
-        self._unlogged: tuple[int, StepStats] | None = None
+        self._loggers = Loggers(loggers if rank == 0 else ())
         self._device = device  # None: the host itself
         self._where = next(iter(params.values())).device
         self._buffers, self._staging = work_memory(device, pinned=not driver.on_device)
         if device is not None:
             device.arrival(*self.state.tensors()).synchronize()
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets = Buckets(self._names, self._messages)
         self._totals = Totals()
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._lock = threading.Lock()
         self._used: set[str] | None = None
         if track_unused:
@@ -196,9 +150,7 @@ class Link:
             totals = self._totals
             if reset:
                 self._totals = Totals(totals.last)
-        kept = list(self._buckets.values())
-        copies = sum(bucket.work.nbytes for bucket in kept if bucket.work is not bucket.buffer)
-        copies += sum(bucket.narrow.nbytes for bucket in kept if bucket.narrow is not None)
+        copies = self._buckets.copies_nbytes
         return {
             "steps": totals.num_steps,
             "skipped_steps": self.skipped_steps,
@@ -238,7 +190,7 @@ class Link:
         state = self.state.state_dict()
         if self._served is not None:
             state[Slot.OWNER] = {} if lost else self._served.read()
-        return {**state, **{key: one.state_dict() for key, (one, _) in self._choosers.items() if one is not None}}
+        return state if self._chooser is None else {**state, self._chooser.key: self._chooser.state_dict()}
 
     def _recover(self) -> None:
         """Undo the step that failed, once no thread is at work on it any more."""
@@ -266,13 +218,14 @@ class Link:
                 time.sleep(0.005)
             self._step = None
         state = of_one_rank(state)
-        for key, (chooser, name) in self._choosers.items():
-            if chooser is not None:
-                chooser.check(state.get(key), strict=strict)
-            elif strict and key in state:
+        chooser = self._chooser
+        if chooser is not None:
+            chooser.check(state.get(chooser.key), strict=strict)
+        for other in (Allocator, Tuner):
+            if strict and other.key in state and not isinstance(chooser, other):
                 raise StateError(
-                    f"state was saved with {name}, and this recipe does not choose so: attach with {name}, or load it "
-                    "with strict=False, which drops the choice"
+                    f"state was saved with {other.title}, and this recipe does not choose so: attach with "
+                    f"{other.title}, or load it with strict=False, which drops the choice"
                 )
         served, owed = self._served, state.get(Slot.OWNER, {})
         if served is not None and Slot.OWNER in state:  # without, the state says what it lacks
@@ -281,10 +234,9 @@ class Link:
         self.state.load_state_dict(state, strict=strict)
         if served is not None:
             served.write(owed)
-        for key, (chooser, _) in self._choosers.items():
-            if chooser is not None:
-                chooser.load_state_dict(state.get(key))
-                self.plan = chooser.plan
+        if chooser is not None:
+            chooser.load_state_dict(state.get(chooser.key))
+            self.plan = chooser.plan
         self._agreed = None
 
     def planned_nbytes(self) -> int:
@@ -292,8 +244,7 @@ class Link:
 
         0 before the first step. `stats()["wire_nbytes"]` is what the driver counted.
         """
-        layouts = (layout for bucket in self._buckets.values() for layout in bucket.plan.layouts)
-        return sum(round_.sent_nbytes(self.rank) for layout in layouts for round_ in layout.rounds)
+        return sum(round_.sent_nbytes(self.rank) for layout in self._buckets.layouts() for round_ in layout.rounds)
 
     def codec_seconds(self) -> float:
         """Return the seconds that one step's encoding and decoding take on this rank alone, measured now.
@@ -304,7 +255,7 @@ class Link:
 
     def close(self) -> None:
         """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
-        self._flush_loggers()
+        self._loggers.flush()
         self._driver.close()
         self._wait_for_device()
 
@@ -322,10 +273,11 @@ class Link:
         step = self._step or self._begin_step()
         if bucket.buffer().is_sparse:
             return self._sum_sparse(step, bucket)
-        ours = self._bucket(bucket, step.plan)
+        ours = self._buckets.find(bucket, step.plan)
         if step.number % NORM_EVERY == 0:
             step.local_norm = max(step.local_norm, float(torch.linalg.vector_norm(ours.buffer)))
         if ours.plan.is_dense and self._tuner is not None:
+            # Where nothing pays, no harm may be done. Elsewhere the driver's errors, which name ranks, are worth more.
             return self._all_reduce(step, ours, is_last=bucket.is_last())
         if ours.plan.is_dense:
             messages = [
@@ -350,7 +302,7 @@ class Link:
         device = self._device
         raw: torch.futures.Future[Any] = torch.futures.Future() if device is None else device.future()
         arrival = None if device is None else device.arrival(ours.work, ours.buffer)
-        waiter = ours.waiter = _Waiter(ours, raw, pending=len(messages))
+        waiter = ours.waiter = Waiter(ours, raw, pending=len(messages))
         with self._lock:
             step.pending += len(messages)
             step.messages += messages
@@ -368,7 +320,7 @@ class Link:
             done.add_done_callback(_Finish(self, step, waiter, message))
         return raw.then(unwrap)
 
-    def _sum_sparse(self, step: _Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _sum_sparse(self, step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Let a sparse gradient through, with its place in the step: inf and nan in it count as anywhere."""
         (name,), buffer = (self._names[id(param)] for param in bucket.parameters()), bucket.buffer()
         assert self._group is not None
@@ -381,7 +333,7 @@ class Link:
 
         return sum_sparse(buffer, self._group, done)
 
-    def _all_reduce(self, step: _Step, bucket: _Bucket, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+    def _all_reduce(self, step: Step, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         """Send a bucket as DDP itself would, with its place in the step."""
         layout, buffer = bucket.plan.layouts[0], bucket.buffer
         (reduce,) = layout.rounds
@@ -401,7 +353,7 @@ class Link:
 
         return all_reduce_mean(buffer, self._group, bucket.narrow, done)
 
-    def _begin_sum(self, step: _Step, raw_nbytes: int, sent_nbytes: int, *, is_last: bool) -> None:
+    def _begin_sum(self, step: Step, raw_nbytes: int, sent_nbytes: int, *, is_last: bool) -> None:
         """Count a bucket that DDP's own collective sums."""
         with self._lock:
             step.stats.raw_nbytes += raw_nbytes
@@ -413,7 +365,7 @@ class Link:
         if is_last:
             self._close_step()
 
-    def _summed(self, step: _Step, name: str, mean: Tensor | None, error: BaseException | None) -> None:
+    def _summed(self, step: Step, name: str, mean: Tensor | None, error: BaseException | None) -> None:
         """Take the outcome of such a sum, in a thread of gloo's."""
         # The extremes are nan where any value is: one pass, no memory.
         if mean is not None and mean.numel() and not all(bool(x.isfinite()) for x in mean.aminmax()):
@@ -431,27 +383,6 @@ class Link:
             self._wait_for_device()  # this future knows nothing of the exchanges' stream
         if mean is not None and step.error is not None:
             raise step.error
-
-    def _bucket(self, bucket: dist.GradBucket, source: Plan) -> _Bucket:
-        """Return what is kept of a bucket, made anew where DDP has other ones, or the last step is still under way."""
-        index, buffer = bucket.index(), bucket.buffer()
-        names = tuple(self._names[id(param)] for param in bucket.parameters())
-        ours = self._buckets.get(index)
-        if (
-            ours is None
-            or ours.source is not source
-            or ours.names != names
-            or ours.buffer.data_ptr() != buffer.data_ptr()  # ours is kept, so that no other can lie at its address
-            or (ours.waiter is not None and ours.waiter.pending > 0)
-        ):
-            plan = plan_bucket(source, names, buffer)
-            copied = not plan.is_dense and buffer.dtype != torch.float32
-            work = torch.empty_like(buffer, dtype=torch.float32) if copied else buffer
-            messages = [] if plan.is_dense else self._messages(source, plan, work)
-            ours = self._buckets[index] = _Bucket(names, buffer, source, plan, work, messages, clipped_blocks(messages))
-        if bucket.is_last():
-            self._buckets = {i: kept for i, kept in self._buckets.items() if i <= index}
-        return ours
 
     def _messages(self, source: Plan, plan: BucketPlan, work: Tensor) -> list[Message]:
         def block(partition: Partition, at: int) -> Block:
@@ -474,7 +405,7 @@ class Link:
         if self._used is not None:
             self._used.clear()
 
-    def _pass_ended(self, step: _Step) -> None:
+    def _pass_ended(self, step: Step) -> None:
         """End the step of a backward pass whose last bucket did not come: DDP may skip those that nobody used."""
         with self._lock:
             if step.closed:
@@ -488,12 +419,12 @@ class Link:
             if step.error is not None:
                 raise step.error
 
-    def _begin_step(self) -> _Step:
-        self._flush_loggers()
+    def _begin_step(self) -> Step:
+        self._loggers.flush()
         self._check_replicas()
         if self._watch is not None:
             self._watch.begin()
-        step = self._begun = _Step(self.state.step, self._agreed_plan())
+        step = self._begun = Step(self.state.step, self._agreed_plan())
         if self._scaler is not None:
             step.loss_scale = float(self._scaler.get_scale())
         step.began_s = time.perf_counter()
@@ -531,7 +462,7 @@ class Link:
         try:
             plan = self._plan_at(self.state.step)
             if plan is not self._agreed and len(self.phases.all_plans) > 1:
-                facts = [] if self._tuner is None else [self._tuner.fact]
+                facts = () if self._chooser is None else self._chooser.facts
                 agree(lambda: plan, self._driver.control, [f"step={self.state.step}", *facts])
         except PlanError as error:
             self.error = self.error or error
@@ -541,20 +472,14 @@ class Link:
 
     def _plan_at(self, step: int) -> Plan:
         """Return the plan of a step, after the choice that may be due. Collective where it is."""
-        plan, allocator, tuner = self.phases.at(step), self._allocator, self._tuner
-        if plan is not self.phases.final:
+        plan, chooser = self.phases.at(step), self._chooser
+        if chooser is None or plan is not self.phases.final:
             return plan
-        if tuner is not None:
-            plan = tuner.next_plan(step)
-            self.plan = tuner.plan
-        if allocator is None:
-            return plan
-        if allocator.is_due(step):
-            allocator.choose(step)
-            self.plan, self._agreed = allocator.plan, None
-        return allocator.plan
+        plan = chooser.next_plan(step)
+        self.plan = chooser.plan
+        return plan
 
-    def _begin_message(self, step: _Step, message: Message) -> None:
+    def _begin_message(self, step: Step, message: Message) -> None:
         message.begin(step.number)
         message.loss_scale = step.loss_scale
         for block in message.blocks:
@@ -572,12 +497,12 @@ class Link:
 
     # --- when messages are done (driver threads) --------------------------------------------------------------------
 
-    def _finished(self, step: _Step, waiter: _Waiter, message: Message, done: "Future[Outcome]") -> None:
+    def _finished(self, step: Step, waiter: Waiter, message: Message, done: "Future[Outcome]") -> None:
         error = done.exception()
         squared_norm, delivered = 0.0, False
         if error is None and step.number % NORM_EVERY == 0:
-            delivered = any(bool(value.any()) for value in _values(message))
-            squared_norm = _squared_norm(message)  # now: the memory it lies in is given back with its bucket
+            delivered = any(bool(value.any()) for value in values_of(message))
+            squared_norm = squared_norm_of(message)  # now: the memory it lies in is given back with its bucket
         if self._scaler is None and self._served is None:
             message.forget()  # before it counts as done: whoever ends the step forgets what is left, in another thread
         with self._lock:
@@ -610,12 +535,12 @@ class Link:
         if self._device is not None:
             self._device.mark().synchronize()
 
-    def _end_step(self, step: _Step) -> None:
+    def _end_step(self, step: Step) -> None:
         """Commit residuals and counters, or put them back, before DDP lets the optimizer go on."""
         with self._queue():
             self._settle(step)
 
-    def _settle(self, step: _Step) -> None:
+    def _settle(self, step: Step) -> None:
         nonfinite = sorted(step.nonfinite.union(*(message.nonfinite for message in step.messages)))
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
@@ -628,7 +553,7 @@ class Link:
         elif step.error is None:
             if nonfinite:
                 step.error = self._raise_or_warn(not_finite(nonfinite, step.number))
-            elif step.number % NORM_EVERY == 0 and not step.delivered and not _may_hold_back(step):
+            elif step.number % NORM_EVERY == 0 and not step.delivered and not step.may_hold_back():
                 step.error = lost(step.local_norm, step.number, self._driver.control)
             if self._allocator is not None and not nonfinite:
                 self._allocator.add(step.errors, step.loss_scale)
@@ -649,10 +574,10 @@ class Link:
             step.messages.clear()
         with self._lock:
             self._totals.add(step.stats)
-            self._unlogged = (step.number, step.stats)
+            self._loggers.note(step.number, step.stats)
             self.error = self.error or step.error
 
-    def _commit_units(self, step: _Step) -> None:
+    def _commit_units(self, step: Step) -> None:
         """Note in which units the residuals are now; bring those that the step did not touch along."""
         names = {name for message in step.messages if message.flat is None for name in message.layout.names}
         fresh = {(slot, name) for name in names for slot in step.plan.by_name[name].slots}
@@ -668,20 +593,9 @@ class Link:
         logging.getLogger("thinwire").warning("%s", error)
         return None
 
-    def _residual_ratio(self, step: _Step) -> float:
+    def _residual_ratio(self, step: Step) -> float:
         gradient = step.squared_norm / step.loss_scale**2
         return (self.state.squared_norm() / gradient) ** 0.5 if gradient > 0 else 0.0
-
-    def _flush_loggers(self) -> None:
-        with self._lock:
-            unlogged, self._unlogged = self._unlogged, None
-        if unlogged is not None:
-            for logger in list(self._loggers):
-                try:
-                    logger.write(unlogged[0], unlogged[1].as_dict())
-                except Exception:  # a full disk on rank 0 must not leave the other ranks waiting in an exchange
-                    logging.getLogger("thinwire").exception("a logger failed and is dropped: %r", logger)
-                    self._loggers.remove(logger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -700,8 +614,8 @@ class _Finish:
     """A done-callback with its arguments."""
 
     link: Link
-    step: _Step
-    waiter: _Waiter
+    step: Step
+    waiter: Waiter
     message: Message
 
     def __call__(self, done: "Future[Outcome]") -> None:
@@ -719,20 +633,6 @@ class _Finish:
 def _in_backward() -> bool:
     """Whether a backward pass calls the hook; else DDP's join does, for a rank that has no more inputs."""
     return torch._C._current_graph_task_id() >= 0
-
-
-def _may_hold_back(step: _Step) -> bool:
-    """Whether sparse kinds may have sent zeros only, and keep the rest."""
-    partitions = (p for message in step.messages for p in message.layout.partitions)
-    return any(p.aggregator.up.holds_back(p.spec) for p in partitions)
-
-
-def _values(message: Message) -> list[Tensor]:
-    return [block.value for block in message.blocks] if message.flat is None else [message.flat]
-
-
-def _squared_norm(message: Message) -> float:
-    return sum(float(torch.linalg.vector_norm(value)) ** 2 for value in _values(message))
 
 
 def unwrap(done: "torch.futures.Future[Any]") -> Tensor:

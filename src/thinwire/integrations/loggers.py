@@ -3,7 +3,11 @@
 import csv
 import logging
 import pathlib
+import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+from thinwire.integrations.stats import StepStats
 
 
 class Logger(Protocol):
@@ -74,3 +78,28 @@ class TensorBoard:
         """Write every number."""
         for name, value in values.items():
             self._writer.add_scalar(f"thinwire/{name}", value, step)
+
+
+class Loggers:
+    """Hands a step's numbers to loggers when the next step begins. `note` may be called in any thread."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers, self._lock = list(loggers), threading.Lock()
+        self._unlogged: tuple[int, StepStats] | None = None
+
+    def note(self, step: int, stats: StepStats) -> None:
+        """Keep the numbers of a step that is over."""
+        with self._lock:
+            self._unlogged = (step, stats)
+
+    def flush(self) -> None:
+        """Write them. A logger that fails is dropped: a full disk must not leave other ranks waiting in an exchange."""
+        with self._lock:
+            unlogged, self._unlogged = self._unlogged, None
+        if unlogged is not None:
+            for logger in list(self._loggers):
+                try:
+                    logger.write(unlogged[0], unlogged[1].as_dict())
+                except Exception:
+                    logging.getLogger("thinwire").exception("a logger failed and is dropped: %r", logger)
+                    self._loggers.remove(logger)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from thinwire.auto import Pace, Trial
 from thinwire.comm.process_group import all_gather_text
 from thinwire.errors import PlanError, StateError
+from thinwire.integrations.choosing import Chooser
 from thinwire.integrations.stats import StepStats
 from thinwire.phases import Candidates
 from thinwire.plan import Plan
@@ -23,7 +24,7 @@ NUM_WINDOWS = 2  # that must have drifted the same way, one after the other: a b
 MORE_WINDOWS = 4  # likewise, after a trial that changed nothing: where seconds scatter, trials must not follow trials
 
 
-class Tuner:
+class Tuner(Chooser):
     """Holds the plan of the next step, and what is known of how long steps take.
 
     Threads: `next_plan` runs in the training thread, `note` in whichever ends the step, always before the next begins.
@@ -34,6 +35,8 @@ class Tuner:
         rank: this rank.
         control: a group whose tensors live on the CPU.
     """
+
+    key, title = "auto", "auto"
 
     def __init__(self, candidates: Candidates, start: int, rank: int, control: dist.ProcessGroup) -> None:
         self._candidates, self._start, self._rank, self._control = candidates, start, rank, control
@@ -58,11 +61,15 @@ class Tuner:
         self._trial, self._chosen = (None, 0) if alone else (Trial(self._nbytes), None)
 
     @property
-    def plan(self) -> Plan:
-        """What was chosen last, or is being tried."""
+    def _candidate(self) -> int:
         candidate = self._chosen if self._trial is None else self._trial.candidate
         assert candidate is not None
-        return self._candidates.plans[candidate]
+        return candidate
+
+    @property
+    def plan(self) -> Plan:
+        """What was chosen last, or is being tried."""
+        return self._candidates.plans[self._candidate]
 
     def next_plan(self, step: int) -> Plan:
         """Return the plan of a step that begins. Collective every few steps.
@@ -73,11 +80,11 @@ class Tuner:
         if len(self._steps) >= self._length and self._control.size() > 1:
             self._decide(step)
             self._steps.clear()
-        plan = self.plan
-        if self._trial is None and self._owes and not self._candidates.owes(plan):
+        owing = self._candidates.owing[self._candidate]
+        if self._trial is None and self._owes and not owing:
             return self._candidates.settling
-        self._owes = self._owes or self._candidates.owes(plan)
-        return plan
+        self._owes = self._owes or owing
+        return self.plan
 
     def note(self, step: int, plan: Plan, seconds: float, stats: StepStats, *, delivered: bool) -> None:
         """Count a step that is over; `delivered` unless it left residuals as they were."""
@@ -94,9 +101,7 @@ class Tuner:
         if self._trial is None:
             self._watch(step, pace)
             return
-        tried = self._trial.candidate
-        assert tried is not None
-        self._paces.setdefault(tried, []).append(pace)
+        self._paces.setdefault(self._candidate, []).append(pace)
         self._trial.add(seconds, codec_s)
         self._length = TURN
         if self._trial.candidate is None:
@@ -105,7 +110,7 @@ class Tuner:
     def _gather(self, step: int) -> tuple[list[float], Pace, float]:
         """Return the slowest rank's seconds of the steps that count, their medians, and seconds of codecs."""
         counted = self._steps[-(WINDOW if self._trial is None else COUNTED) :]
-        where = f"step {step}, {self.fact}"
+        where = f"step {step}, {self.facts[0]}"
         texts = all_gather_text(json.dumps({where: counted}), self._control)
         if any(not text.startswith(json.dumps({where: 0})[:-2]) for text in texts):
             raise PlanError(
@@ -159,9 +164,9 @@ class Tuner:
             logging.getLogger("thinwire").info(message, *values)
 
     @property
-    def fact(self) -> str:
+    def facts(self) -> list[str]:
         """What ranks must agree on beside the plan: else they would not decide in the same step."""
-        return f"auto: {'trying' if self._trial is not None else 'chosen'}, owes={self._owes}"
+        return [f"auto: {'trying' if self._trial is not None else 'chosen'}, owes={self._owes}"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, by recipe, and what it is expected to take; "" while there is none."""

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.aggregators import Nodes, Partition
+from thinwire.aggregators import Partition
 from thinwire.comm.lane import Lane
 from thinwire.comm.local import check_round
 from thinwire.comm.mesh import MeshClosedError, MeshError
+from thinwire.comm.nodes import Nodes
 from thinwire.comm.process_group import (
     DEFAULT_TIMEOUT,
     SERVED_DEPTH,
@@ -38,7 +39,7 @@ from thinwire.server.protocol import Kind, Residuals, pack_values
 from thinwire.server.sockets import check_address, is_loopback, zmq_module
 from thinwire.wire import digest_of, split
 
-NEWS_S = 1.0  # for servers to say why a rank of this node is gone, before it is told as seen from here
+NEWS_S = 3.0  # for servers to say why a rank of this node is gone, before it is told as seen from here
 QUESTION_NBYTES = 1 << 24  # of residuals that one frame asks for or sets, about
 
 
@@ -281,14 +282,14 @@ class ServerDriver:
             self._open.clear()
             self._waiting.clear()
         self._told.set()
+        if self._channel is not None:  # first: ranks of this node ask servers why its connections have closed
+            self._channel.leave(f"{type(error).__name__}: {error}")
         if self._node is not None:
             self._node.interrupt()
         for ticket in failed:
             for ready in ticket.ready.values():
                 ready.set()
             ticket.done.set_exception(error)
-        if self._channel is not None:
-            self._channel.leave(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Say goodbye to the servers and stop the threads, once all submitted exchanges are done."""

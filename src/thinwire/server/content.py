@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from thinwire.aggregators import MessageLayout, Nodes, Partition, TwoShot
+from thinwire.aggregators import MessageLayout, Partition, TwoShot
 from thinwire.aggregators.push_pull import num_rates, server_work
 from thinwire.aggregators.push_pull_header import pull_header_nbytes, push_header_nbytes
-from thinwire.comm.nodes import sizes_for
+from thinwire.comm.nodes import Nodes, sizes_for
 from thinwire.errors import WireError
 from thinwire.recipes import parse_compressor, parse_feedback
 from thinwire.spec import COMPRESSIBLE_DTYPES

@@ -57,7 +57,6 @@ class Launch:
             raise ServerError(f"--node-rank: expected one of {len(self.hosts)} hosts, from 0, got {self.node_rank}")
         if self.keys is None and not all(map(is_loopback, self.hosts)):
             raise ServerError("--keys: expected a folder made by  thinwire keys FOLDER, since nodes are other machines")
-
         if self.cpus is not None:
             check_cpus(self.cpus)
             self.shares()

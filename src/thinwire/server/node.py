@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from thinwire.aggregators import Nodes
 from thinwire.comm.lane import Lane
 from thinwire.comm.mesh import PIECES_NBYTES, Mesh, choose
+from thinwire.comm.nodes import Nodes
 from thinwire.comm.process_group import own_group, own_store, perform
 from thinwire.comm.rounds import SendRecv, Transfer
 
