@@ -36,6 +36,7 @@ def test_every_fragment_begins_once_a_period_and_ends_before_it_begins_again(syn
             under_way -= set(rhythm.ends(t))
         assert not under_way & set(rhythm.begins(t))
         under_way |= set(rhythm.begins(t))
+        assert rhythm.under_way(t) == (overlap > 0 and bool(under_way))
         if not overlap:
             under_way -= set(rhythm.ends(t))
 

@@ -49,12 +49,13 @@ def _run(methods: tuple[str, ...], steps: int, **settings: Any) -> list[dict[str
 def test_local_methods_over_loopback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "open_network", lambda nodes, **_: Loopback(nodes, reason="chosen by the test"))
     names = ("ddp", "localsgd:4:dense", "diloco:4:int8", "streaming:4:2:1:e3m0")
-    ddp, local, diloco, _ = runs = _run(names, 10)
+    ddp, local, diloco, streaming = runs = _run(names, 10)
     for run in runs:
         assert run["bit_identical"], run["method"]
         assert run["steps"] == 10
     for run in runs[1:]:
-        assert run["steady_from_step"] == 6  # one whole period after the first three steps
+        # One whole period after the first three steps; streaming's up to where no exchange is under way.
+        assert run["steady_from_step"] == (5 if run is streaming else 6)
         assert run["ideal_s"] is None
         assert run["step_s"] > 0
         assert run["link"]["exchanges"] > 0
@@ -72,13 +73,9 @@ def test_local_methods_over_loopback(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_bytes_at_the_interface_are_those_of_whole_periods():
-    # One of streaming's four exchanges in two periods may be under way where counting begins, or ends.
-    for run, under_way in zip(
-        _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"), (0.0, 0.25), strict=True
-    ):
+    for run in _run(("diloco:4:int8", "streaming:4:2:1:int8"), 12, rate="100mbit"):
         planned, sent = run["planned_with_headers_nbytes_per_step"], run["sent_nbytes_per_step"]
-        low, high = planned * (0.97 - under_way), planned * (1.1 + under_way) + 3000
-        assert low < sent < high, (run["method"], planned, sent)
+        assert planned * 0.97 < sent < planned * 1.1 + 3000, (run["method"], planned, sent)
 
 
 @pytest.mark.lab

@@ -1,5 +1,6 @@
 """Training through real servers: the bits of `TwoShot`, and an error for everybody when anybody dies."""
 
+import contextlib
 import math
 import os
 import signal
@@ -475,7 +476,8 @@ def _without_keys(rank, world_size, address, keys):
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = keys
         socket.connect(address)
-        socket.send_multipart([hello.header(), bytes(hello.payload)])
+        with contextlib.suppress(zmq.Again):  # turned away already
+            socket.send_multipart([hello.header(), bytes(hello.payload)], flags=zmq.NOBLOCK)
         sockets.append(socket)
     time.sleep(2.0)
     answered = sum(bool(socket.poll(0)) for socket in sockets)
@@ -483,6 +485,25 @@ def _without_keys(rank, world_size, address, keys):
         socket.close()
     context.term()
     return answered
+
+
+def _with_other_keys(rank, world_size, addresses, keys):
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"server 0 at .* turned this worker away: expected keys that it knows"):
+        thinwire.attach(DDP(seeded(Tower)), "int8", servers=addresses, keys=keys)
+    return time.monotonic() - began
+
+
+def test_a_worker_whose_keys_are_not_known_is_told_so(ranks, tmp_path):
+    from thinwire.server.keys import make_keys
+
+    make_keys(tmp_path / "theirs")
+    make_keys(tmp_path / "others")
+    mixed = tmp_path / "others/worker"  # knows the server's key; the server knows none of these
+    (mixed / "server.public").write_bytes((tmp_path / "theirs/worker/server.public").read_bytes())
+    with servers(1, 1, "--keys", str(tmp_path / "theirs/server")) as started:
+        (seconds,) = ranks(1).run(_with_other_keys, [started[0].address], str(mixed))
+    assert seconds < 20  # it would wait 60 s for a welcome
 
 
 def test_only_who_has_a_key_gets_anything(ranks, tmp_path):

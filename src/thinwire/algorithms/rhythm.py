@@ -60,6 +60,10 @@ class Rhythm:
         since = [step - self.start_after - self.offset(p) for p in range(self.num_fragments)]
         return [p for p, steps in enumerate(since) if steps >= 0 and steps % self.sync_every == 0]
 
+    def under_way(self, step: int) -> bool:
+        """Whether an exchange that began at this step or before ends after it."""
+        return any(self.begins(step - since) for since in range(self.overlap))
+
     def ends(self, step: int) -> list[int]:
         """Return the fragments whose exchange ends once `step` optimizer steps are done."""
         return self.begins(step - self.overlap)

@@ -30,7 +30,7 @@ class Attached:
     """A method at work on one model, as the worker needs it.
 
     Args:
-        planned_nbytes: payload that leaves this rank's host per step once the method has started, by arithmetic.
+        planned_nbytes: payload that leaves this rank's host per step, by arithmetic; of what the method now does.
         codec_s: measures seconds of compression and decompression for one step on this rank, without exchange; None
             where the method does not let that be measured.
         link: thinwire's link, or None for a baseline.
@@ -38,11 +38,11 @@ class Attached:
         period: steps after which costs repeat; of a local method those between exchanges.
         settle: makes replicas equal that the method leaves apart, after the training; None where they are.
         close: ends the exchange, so that further steps are plain ones; None where DDP's ``no_sync`` does.
-        chosen_nbytes: of a method that changes what it sends, `planned_nbytes` as it stands now.
+        under_way: whether an exchange is, between two steps, after so many; of a local method that overlaps them.
         dense_nbytes: what the uncompressed exchange of the same model would send; None for DDP's ring.
     """
 
-    planned_nbytes: float
+    planned_nbytes: Callable[[], float]
     codec_s: Callable[[], float] | None
     link: Any = None
     start_step: int = 0
@@ -50,7 +50,7 @@ class Attached:
     period: int = 1
     settle: Callable[[], None] | None = None
     close: Callable[[], None] | None = None
-    chosen_nbytes: Callable[[], float] | None = None
+    under_way: Callable[[int], bool] = lambda steps: False
     dense_nbytes: int | None = None
 
 
@@ -86,12 +86,12 @@ def attach(
     parameters = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in parameters)
     if method == "ddp":
-        return Attached(_ring_nbytes(4 * numel), lambda: 0.0)
+        return Attached(lambda: _ring_nbytes(4 * numel), lambda: 0.0)
     if method == "ddp-fp16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         model.register_comm_hook(None, fp16_compress_hook)
-        return Attached(_ring_nbytes(2 * numel), lambda: _fp16_codec_s(numel))
+        return Attached(lambda: _ring_nbytes(2 * numel), lambda: _fp16_codec_s(numel))
     if method.startswith("ddp-powersgd:"):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -105,7 +105,7 @@ def attach(
         )
         model.register_comm_hook(state, powerSGD_hook)
         sent = sum(_powersgd_numel(p, rank) for p in parameters)
-        return Attached(_ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
+        return Attached(lambda: _ring_nbytes(4 * sent), None, start_step=POWERSGD_START)
     if (local := split_local(method)) is not None:
         return _attach_local(local, model, optimizer)
     import thinwire
@@ -129,10 +129,8 @@ def attach(
         rounds = [one for layout in layouts for one in layout.rounds]
         return leaving_nbytes(rounds, rank // ranks_per_node, ranks_per_node)
 
-    start = link.phases.plans[-1][0]
-    if method == AUTO:
-        return Attached(planned_nbytes(), link.codec_seconds, link, start + AUTO_START, chosen_nbytes=planned_nbytes)
-    return Attached(planned_nbytes(), link.codec_seconds, link, start)
+    start = link.phases.plans[-1][0] + (AUTO_START if method == AUTO else 0)
+    return Attached(planned_nbytes, link.codec_seconds, link, start)
 
 
 def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None) -> Attached:
@@ -153,10 +151,11 @@ def _attach_local(name: LocalName, model: DistributedDataParallel, optimizer: to
         kind = thinwire.LocalSGD if name.kind == "localsgd" else thinwire.DiLoCo
         outer = kind(model.module, optimizer, name.recipe, sync_every=name.sync_every)
     return Attached(
-        outer.planned_nbytes() / name.sync_every,
+        lambda: outer.planned_nbytes() / name.sync_every,
         None,
         outer,
         period=name.sync_every,
+        under_way=outer.rhythm.under_way,
         settle=outer.sync,
         close=outer.close,
     )

@@ -33,7 +33,7 @@ def attach(method: str, model: nn.Module, start_after: int) -> Attached:
     dense = sum(_dense_nbytes(group, world_size) for group in gradients)
     dense += sum(_gathers(group, model) * _dense_nbytes(group, world_size) for group in weights)
     if method == "fsdp":
-        return Attached(dense, None, dense_nbytes=dense)
+        return Attached(lambda: dense, None, dense_nbytes=dense)
     recipe, kind = split_weights(method)
     link: Any = thinwire.attach(model, recipe, weights=kind, start_after=start_after)
     assert isinstance(link, ShardLink)
@@ -48,7 +48,7 @@ def attach(method: str, model: nn.Module, start_after: int) -> Attached:
         if group.names in link.plan.weight_groups:
             once = sum(r.sent_nbytes(rank) for m in link.plan.weight_layouts(group.names) for r in m.rounds)
         planned += _gathers(group, model) * once
-    return Attached(planned, None, link, link.phases.plans[-1][0], dense_nbytes=dense)
+    return Attached(lambda: planned, None, link, link.phases.plans[-1][0], dense_nbytes=dense)
 
 
 def _dense_nbytes(group: ShardGroup, world_size: int) -> int:

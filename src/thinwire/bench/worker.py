@@ -132,22 +132,26 @@ class Training:
         return reached <= loss
 
     def _record(self) -> dict[str, Any] | None:
-        steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), len(self.step_s) - 1)
+        end = len(self.step_s)
+        steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), end - 1)
         if self.attached.settle is not None:
             self.attached.settle()
         if (period := self.attached.period) > 1:
-            # Whole periods: a part of one would have too many exchanges, or too few.
-            num_periods = max((len(self.step_s) - steady) // period, min(1, len(self.step_s) // period))
-            steady = len(self.step_s) - num_periods * period
+            # Whole periods: a part of one would have too many exchanges, or too few. They begin and end where none is
+            # under way, whose bytes would count in part.
+            last_period = range(end, max(end - period, 0), -1)
+            end = next((steps for steps in last_period if not self.attached.under_way(steps)), end)
+            num_periods = max((end - steady) // period, min(1, end // period))
+            steady = end - num_periods * period
         codec_s = None
         if self.attached.codec_s is not None:
             dist.barrier()  # all ranks at once, as in the measurement of backward
             codec_s = self.attached.codec_s()
         mine = {
             "losses": self.losses,
-            "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:]),
+            "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:end]),
             "sent_nbytes": self.sent_nbytes,
-            "planned_nbytes": (self.attached.chosen_nbytes or (lambda: self.attached.planned_nbytes))(),
+            "planned_nbytes": self.attached.planned_nbytes(),
             "codec_s": codec_s,
             "digest": measure.digest(self._equal_on_all()),
         }
@@ -186,7 +190,7 @@ class Training:
             "step_s": max(rank["step_s"] for rank in everyone),
             **dict(zip(("forward_s", "backward_s", "optimizer_s"), phases, strict=True)),
             "codec_s": None if codec_s is None else mean(rank["codec_s"] for rank in everyone),
-            "sent_nbytes_per_step": mean(mean(r["sent_nbytes"][steady:]) for r in everyone) if emulated else None,
+            "sent_nbytes_per_step": mean(mean(r["sent_nbytes"][steady:end]) for r in everyone) if emulated else None,
             "planned_nbytes_per_step": mean(rank["planned_nbytes"] for rank in everyone),
             "dense_nbytes_per_step": self.attached.dense_nbytes,
             "bit_identical": len({rank["digest"] for rank in everyone}) == 1,

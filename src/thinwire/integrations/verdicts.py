@@ -13,7 +13,7 @@ def not_finite(nonfinite: list[tuple[int, str]], step: int) -> NonFiniteError:
     where = {MEAN: "the mean over ranks", MANY: "several ranks"}.get(rank, f"rank {rank}")
     return NonFiniteError(
         f"the gradient of {name!r} on {where} holds inf or nan, or does not fit its wire dtype ({len(nonfinite)} "
-        f"such contributions, step {step}); nan was delivered on all ranks and the residuals kept. With mixed "
+        f"such contributions, step {step}); inf or nan was delivered on all ranks and the residuals kept. With mixed "
         "precision pass scaler=GradScaler to attach; otherwise look at the loss, or pass on_nonfinite='warn'"
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from thinwire.aggregators import Aggregator
 from thinwire.auto import Auto, read_auto
 from thinwire.comm.process_group import all_gather_text, common_group
 from thinwire.errors import RecipeError, ThinwireError
@@ -96,7 +97,7 @@ def selfcheck(
         recipe = parse_schedule(recipe)
     if isinstance(recipe, Schedule):
         recipe = recipe.phases[-1][1]  # type: ignore[assignment]  # a Schedule has flattened its ramps
-    said = recipe.recipe() if hasattr(recipe, "recipe") else type(recipe).__name__  # type: ignore[union-attr]
+    said = _named(recipe)
     limit = datetime.timedelta(seconds=timeout)
     group = dist.new_group(backend="gloo", timeout=limit)
     # Where one rank raised, the others wait for it until their time is out, and come here only then.
@@ -128,6 +129,15 @@ def selfcheck(
         dist.destroy_process_group(group)
         dist.destroy_process_group(control)
     return Report(recipe=said, world_size=world.size(), rungs=tuple(climbed))
+
+
+def _named(recipe: object) -> str:
+    """Return what a report calls a recipe: by its name, or by pattern."""
+    if isinstance(recipe, Aggregator):
+        return recipe.recipe()
+    if isinstance(recipe, Mapping):
+        return ", ".join(f"{pattern}: {_named(one)}" for pattern, one in recipe.items())
+    return recipe if isinstance(recipe, str) else getattr(recipe, "__name__", type(recipe).__name__)
 
 
 def _attempt(trial: Trial, name: str) -> tuple[Rung, bool]:

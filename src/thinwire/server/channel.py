@@ -196,7 +196,13 @@ class Channel:
     def _send_all(self) -> None:
         while self._outbox:
             server, frame = self._outbox.popleft()
-            send_frame(self._sockets[server], [], frame.header(), frame.payload)
+            try:
+                send_frame(self._sockets[server], [], frame.header(), frame.payload)
+            except zmq_module().Again as error:  # queues have no limit: there is none left
+                raise ServerError(
+                    f"{self._name(server)} turned this worker away: expected keys that it knows; give both ends the "
+                    "keys that one call of  thinwire keys  made"
+                ) from error
 
     def _take_all(self, server: int, socket: Any) -> None:
         zmq = zmq_module()

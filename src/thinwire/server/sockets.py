@@ -74,9 +74,14 @@ def set_up(socket: Any, host: str) -> None:
 
 
 def send_frame(socket: Any, prefix: list[bytes], header: bytes, payload: Data) -> None:
-    """Send one frame; a large payload is not copied, and must stay as it is until it has arrived."""
-    socket.send_multipart([*prefix, header], flags=zmq_module().SNDMORE)
-    socket.send(payload, copy=memoryview(payload).nbytes <= COPY_NBYTES)
+    """Send one frame; a large payload is not copied, and must stay as it is until it has arrived.
+
+    Raises:
+        zmq.Again: the other end has turned this one away for good; a socket that may wait would wait for ever.
+    """
+    zmq = zmq_module()
+    socket.send_multipart([*prefix, header], flags=zmq.SNDMORE | zmq.NOBLOCK)
+    socket.send(payload, flags=zmq.NOBLOCK, copy=memoryview(payload).nbytes <= COPY_NBYTES)
 
 
 class Wake:
