@@ -229,6 +229,9 @@ def _die_at(stage):
             nonlocal calls
             calls += 1
             if calls == 2:
+                if stage in ("pull", "stopped"):  # its push has left, and it waits for the mean
+                    method(*args)
+                    time.sleep(0.2)
                 os.kill(os.getpid(), signal.SIGSTOP if stage == "stopped" else signal.SIGKILL)
             return method(*args)
 
@@ -239,8 +242,7 @@ def _die_at(stage):
     elif stage == "after":
         ServerDriver._finish = trap(ServerDriver._finish)
     else:
-        name = {"push": "_push", "pull": "_pull", "stopped": "_pull"}[stage]
-        setattr(ServerDriver, name, trap(getattr(ServerDriver, name)))
+        ServerDriver._push_and_pull = trap(ServerDriver._push_and_pull)
 
 
 def _stories(folder, survivors):

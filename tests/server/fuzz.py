@@ -19,7 +19,7 @@ from in_one_process import SESSION, Cluster, ServedWorld
 from world import World, bits
 
 from thinwire import TwoShot, parse_recipe
-from thinwire.server.protocol import Kind
+from thinwire.server.protocol import AND_PULL, Kind
 from thinwire.server.service import Service
 from thinwire.wire import Frame
 
@@ -44,6 +44,7 @@ def nonsense(
 ) -> tuple[object, bytes, bytes]:
     """Return a peer, a header and a payload that must not be taken."""
     rank, header, payload = rng.choice(seen)
+    flags = rng.choice((0, AND_PULL))
     match rng.randrange(7):
         case 0:  # noise
             return STRANGER, rng.randbytes(rng.choice((0, 1, 63, 64, 65, 200))), rng.randbytes(rng.randrange(64))
@@ -61,7 +62,9 @@ def nonsense(
         case 5:  # of another run, or in another worker's name
             kind = rng.choice((Kind.PUSH, Kind.PULL, Kind.DECLARE, Kind.BYE, Kind.HEARTBEAT))
             session, sender = rng.choice(((SESSION + 1, 0), (SESSION, 1), (SESSION, 77), (0, 0)))
-            frame = Frame(kind=kind, session=session, sender=sender, content=rng.choice(contents), payload=payload)
+            frame = Frame(
+                kind=kind, session=session, sender=sender, content=rng.choice(contents), flags=flags, payload=payload
+            )
             return 0, frame.header(), payload
         case _:  # a round to come
             frame = Frame(
@@ -70,6 +73,7 @@ def nonsense(
                 sender=0,
                 content=rng.choice(contents),
                 round=rng.randrange(1 << 40, 1 << 63),
+                flags=flags,
                 payload=payload,
             )
             return 0, frame.header(), payload

@@ -1,5 +1,6 @@
 """Rounds of a server: what is early waits, what is late or doubled is refused, and slow workers get what is theirs."""
 
+import dataclasses
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from thinwire.aggregators import Message, PushPull
 from thinwire.plan import build_plan
 from thinwire.server.content import parse_content
 from thinwire.server.engine import Engines
-from thinwire.server.protocol import Clocks, Failure, Kind
+from thinwire.server.protocol import AND_PULL, Clocks, Failure, Kind
 from thinwire.server.service import Served
 from thinwire.state import State
 from thinwire.wire import Frame
@@ -38,14 +39,15 @@ class Workers:
         for rank in range(num):
             self._send(rank, Kind.DECLARE, 0, self.text.encode())
 
-    def _send(self, rank: int, kind: Kind, round_: int, payload: bytes = b"") -> None:
-        self.cluster.send(0, rank, self.cluster.frame(kind, rank, self.text, round_, payload))
+    def _send(self, rank: int, kind: Kind, round_: int, payload: bytes = b"", flags: int = 0) -> None:
+        frame = self.cluster.frame(kind, rank, self.text, round_, payload)
+        self.cluster.send(0, rank, dataclasses.replace(frame, flags=flags))
 
-    def push(self, rank: int, round_: int, value: float) -> None:
+    def push(self, rank: int, round_: int, value: float, *, and_pull: bool = False) -> None:
         (partition,) = self.layout.partitions
         block = self._states[rank].block(partition, torch.full((NUMEL,), value), frozenset())
         transfer = next(PushPull.exchange(Message(self.layout, [block], rank, round_)))
-        self._send(rank, Kind.PUSH, round_, transfer.send.numpy().tobytes())
+        self._send(rank, Kind.PUSH, round_, transfer.send.numpy().tobytes(), AND_PULL if and_pull else 0)
 
     def pull(self, rank: int, round_: int) -> None:
         self._send(rank, Kind.PULL, round_)
@@ -94,6 +96,22 @@ def test_a_slow_puller_gets_its_own_round():
     assert workers.got(1) == [(1, 150.0, 2)]
     assert not workers.served.results
     assert not workers.service.refused
+
+
+@pytest.mark.parametrize("order", ["rank", "arrival"])
+def test_a_push_that_pulls_too_is_answered_once(order):
+    workers = Workers(3, order=order)
+    workers.push(2, 0, 3.0, and_pull=True)
+    workers.push(1, 0, 2.0)
+    workers.push(2, 0, 9.0, and_pull=True)
+    workers.pull(2, 0)
+    assert workers.service.refused == {"duplicate": 2}
+    workers.push(0, 0, 1.0, and_pull=True)
+    assert (workers.got(0), workers.got(1), workers.got(2)) == ([(0, 2.0, 3)], [], [(0, 2.0, 3)])
+    workers.push(0, 1, 4.0, and_pull=True)  # beside the round that one has still to pull
+    workers.pull(1, 0)
+    assert workers.got(1) == [(0, 2.0, 3)]
+    assert workers.got(0) == []
 
 
 def test_frames_of_other_rounds_are_refused_and_counted():

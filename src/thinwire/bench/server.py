@@ -14,7 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.plan import build_plan
 from thinwire.policy import PlanOptions
 from thinwire.recipes import parse_recipe
-from thinwire.server.protocol import Hello, Kind
+from thinwire.server.protocol import AND_PULL, Hello, Kind
 from thinwire.server.service import Peer, Service, ServiceOptions
 from thinwire.state import State
 from thinwire.wire import Data, Frame, digest_of
@@ -95,16 +95,21 @@ class _Run:
 
     def seconds(self) -> float:
         """Do a round of all messages; return the server's part of the time."""
-        frames: list[tuple[int, bytes, bytes | bytearray]] = []
+        frames: list[tuple[int, bytes, bytearray]] = []
         for text, payloads in zip(self.contents, self.payloads, strict=True):
             content = digest_of(text)
             for rank, payload in enumerate(payloads):
                 payload[:4] = self.round.to_bytes(4, "little")  # the step
-                for kind, data in ((Kind.PUSH, payload), (Kind.PULL, b"")):
-                    frame = Frame(
-                        kind=kind, session=SESSION, content=content, round=self.round, sender=rank, payload=data
-                    )
-                    frames.append((rank, frame.header(), data))
+                frame = Frame(
+                    kind=Kind.PUSH,
+                    session=SESSION,
+                    content=content,
+                    round=self.round,
+                    sender=rank,
+                    flags=AND_PULL,
+                    payload=payload,
+                )
+                frames.append((rank, frame.header(), payload))
         before = self.answered
         started = time.perf_counter()
         for rank, header, data in frames:

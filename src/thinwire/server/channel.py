@@ -143,21 +143,21 @@ class Channel:
         with self._lock:
             self._awaited[server, content, round_] = Awaited(into, done, time.monotonic())
 
-    def leave(self, why: str = "") -> None:
-        """Say goodbye to all servers, once, and why, if this worker gives up."""
+    def close(self, why: str = "") -> None:
+        """Say goodbye to all servers, once, and why, if this worker gives up; end the thread.
+
+        Returns when that has left this process, which may be at its end; or `LEAVE_S` later, where a server is gone.
+        """
         with self._lock:
             left, self._left = self._left, True
         if not left:
             payload = Failure("worker", why).pack() if why else b""
             for server in range(len(self._sockets)):
                 self.send(server, Kind.BYE, payload=payload)
-
-    def close(self) -> None:
-        """Say goodbye, unless it is said, and end the thread."""
-        self.leave()
         self._closed.set()
         self._wake.set()
-        self._thread.join(10.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 

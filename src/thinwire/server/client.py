@@ -35,7 +35,7 @@ from thinwire.errors import AttachError, RankLostError, ServerError
 from thinwire.server.channel import LEAVE_S, Channel
 from thinwire.server.keys import WorkerKeys
 from thinwire.server.node import NodeLanes
-from thinwire.server.protocol import Kind, Residuals, pack_values
+from thinwire.server.protocol import AND_PULL, Kind, Residuals, pack_values
 from thinwire.server.sockets import check_address, is_loopback, zmq_module
 from thinwire.wire import digest_of, split
 
@@ -102,6 +102,7 @@ class _Ticket:
     done: Future[Outcome] = field(default_factory=lambda: Future[Outcome]())
     outcome: Outcome = field(default_factory=Outcome)
     transfer: Transfer | None = None  # of the round under way: keeps its buffers alive
+    pushed: Transfer | None = None  # of the round before a pull
     outstanding: int = 0  # answers that this round waits for
     # Of rounds inside a node: set when their transfer is ready, or will never be, after an error.
     ready: dict[int, threading.Event] = field(default_factory=lambda: {})
@@ -283,7 +284,7 @@ class ServerDriver:
             self._waiting.clear()
         self._told.set()
         if self._channel is not None:  # first: ranks of this node ask servers why its connections have closed
-            self._channel.leave(f"{type(error).__name__}: {error}")
+            self._channel.close(f"{type(error).__name__}: {error}")
         if self._node is not None:
             self._node.interrupt()
         for ticket in failed:
@@ -340,39 +341,33 @@ class ServerDriver:
                         ticket.ready[position].set()
                         return
                     case Push() as push if push.includes(self.rank):
-                        self._push(transfer, push)
+                        ticket.pushed = transfer  # leaves with the question for its mean
                     case Pull() as pull if pull.includes(self.rank):
-                        self._pull(ticket, transfer, pull)
+                        self._push_and_pull(ticket, transfer, pull)
                         return
                     case _:  # this rank moves nothing
                         assert not transfer.round.sent_nbytes(self.rank)
         except BaseException as error:
             self.fail(error)
 
-    def _push(self, transfer: Transfer, push: Push) -> None:
-        channel = self._channel
+    def _push_and_pull(self, ticket: _Ticket, transfer: Transfer, pull: Pull) -> None:
+        channel, pushed = self._channel, ticket.pushed
         assert channel is not None
-        for server, (block, text) in enumerate(zip(split(transfer.send, push.nbytes), push.contents, strict=True)):
+        assert pushed is not None
+        assert isinstance(pushed.round, Push)
+        ticket.outstanding, ticket.started_s = sum(bool(text) for text in pull.contents), time.perf_counter()
+        sent, received = split(pushed.send, pushed.round.nbytes), split(transfer.receive, pull.nbytes)
+        for server, text in enumerate(pull.contents):
             if not text:
                 continue
             with self._lock:
-                digest, round_ = self._rounds.get(text, (digest_of(text), -1))
+                digest, round_ = self._rounds.get(text, (digest_of(text), 0))
                 self._rounds[text] = digest, round_ + 1
-            if round_ < 0:
+            if not round_:
                 channel.send(server, Kind.DECLARE, content=digest, payload=text.encode())
-            data = memoryview(block.numpy())  # pyright: ignore[reportArgumentType]  # numpy's stubs hide its buffer
-            channel.send(server, Kind.PUSH, content=digest, round_=round_ + 1, payload=data)
-
-    def _pull(self, ticket: _Ticket, transfer: Transfer, pull: Pull) -> None:
-        channel = self._channel
-        assert channel is not None
-        asked = [server for server, text in enumerate(pull.contents) if text]
-        ticket.outstanding, ticket.started_s = len(asked), time.perf_counter()
-        blocks = split(transfer.receive, pull.nbytes)
-        for server in asked:
-            digest, round_ = self._rounds[pull.contents[server]]
-            channel.expect(server, digest, round_, blocks[server], lambda: self._arrived(ticket))
-            channel.send(server, Kind.PULL, content=digest, round_=round_)
+            channel.expect(server, digest, round_, received[server], lambda: self._arrived(ticket))
+            data = memoryview(sent[server].numpy())  # pyright: ignore[reportArgumentType]  # numpy's stubs hide its buffer
+            channel.send(server, Kind.PUSH, content=digest, round_=round_, payload=data, flags=AND_PULL)
 
     def _arrived(self, ticket: _Ticket) -> None:
         ticket.outstanding -= 1  # by the channel's thread, which alone gets here

@@ -4,10 +4,12 @@ A run, as one worker sees it (w: worker, s: server):
 
     w HELLO {rank, ...; the plan}      s WELCOME, once all workers have said HELLO with the same plan
     w DECLARE text of a content        (before its first push)
-    w PUSH bytes                       w PULL                 s MEAN bytes, as soon as the round is complete
+    w PUSH bytes, with AND_PULL        s MEAN bytes, as soon as the round is complete
     w HEARTBEAT                        s HEARTBEAT clocks of all workers
     w GET, or PUT with values          s KEPT residuals of some partitions; between steps
     w BYE                              s ERROR, at any time: the run is over
+
+A PUSH without that flag is answered once its worker sends a PULL.
 
 Texts are JSON, at most `MAX_TEXT_NBYTES` long; nothing is ever unpickled.
 """
@@ -21,6 +23,7 @@ from thinwire.errors import WireError
 from thinwire.wire import Data, align
 
 MAX_TEXT_NBYTES = 1 << 24
+AND_PULL = 1  # flag of a PUSH: it is a PULL, too
 
 
 class Kind(enum.IntEnum):

@@ -25,7 +25,7 @@ from thinwire.errors import ThinwireError, WireError
 from thinwire.plan import first_difference
 from thinwire.server.content import Content, parse_content
 from thinwire.server.mean import Mean, Store, Units
-from thinwire.server.protocol import Clocks, Failure, Hello, Kind, Residuals, unpack_values
+from thinwire.server.protocol import AND_PULL, Clocks, Failure, Hello, Kind, Residuals, unpack_values
 from thinwire.wire import ALIGNMENT, MAX_PAYLOAD_NBYTES, Data, Frame, digest_of, parse_frame
 
 Peer = Hashable  # how the transport calls one connection
@@ -306,6 +306,8 @@ class Service:
             if nbytes != served.content.push_nbytes:
                 raise RefusedError("malformed", f"push: expected {served.content.push_nbytes} bytes, got {nbytes}")
             served.arrived[rank] = frame.payload
+            if frame.flags & AND_PULL:
+                served.pulls.add(rank)
             self.counts["pushes"] += 1
             self.counts["pushed_nbytes"] += nbytes
         self._work_soon(served)

@@ -1,6 +1,6 @@
 """What both ends share of ZeroMQ: its import, addresses, and a way to wake a thread that waits for sockets."""
 
-import contextlib
+import functools
 import ipaddress
 import os
 import re
@@ -15,6 +15,7 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[\w.*-]+):(?P<port>\d{1
 COPY_NBYTES = 1 << 16  # a payload up to this is cheaper to copy than to be tracked
 
 
+@functools.cache
 def zmq_module() -> types.ModuleType:
     """Import pyzmq.
 
@@ -91,19 +92,20 @@ class Wake:
         self.fd, self._other = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._other, False)
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._set, self._closed = threading.Lock(), False, False
 
     def set(self) -> None:
         """Wake it, from any thread; nothing once it is closed, when the descriptors may be somebody else's."""
-        with self._lock, contextlib.suppress(BlockingIOError):  # full: it will wake
-            if not self._closed:
+        with self._lock:
+            if not (self._set or self._closed):
+                self._set = True
                 os.write(self._other, b"x")
 
     def clear(self) -> None:
-        """Wait for the next `set` again."""
-        with contextlib.suppress(BlockingIOError):
-            while len(os.read(self.fd, 4096)) == 4096:
-                pass
+        """Wait for the next `set` again. Only where `fd` can be read."""
+        with self._lock:
+            self._set = False
+            os.read(self.fd, 1)
 
     def close(self) -> None:
         """Give the descriptors back."""
