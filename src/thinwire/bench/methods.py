@@ -109,7 +109,7 @@ def attach(
     if (local := split_local(method)) is not None:
         return _attach_local(local, model, optimizer)
     import thinwire
-    from thinwire.bench.servers import host_nbytes, split_method, start_servers
+    from thinwire.bench.servers import end_servers, host_nbytes, split_method, start_servers
 
     for group in optimizer.param_groups if optimizer is not None else ():
         if "@dgc" in method and isinstance(optimizer, torch.optim.SGD):
@@ -117,7 +117,8 @@ def attach(
         if "@nag" in method and isinstance(optimizer, thinwire.optim.NAG):
             group["worker_momentum"] = True  # likewise, but for that of weight decay
     per_host, recipe = split_method(method)
-    servers = start_servers(per_host) if per_host else None
+    end_servers()  # those of the method before
+    servers = start_servers(per_host, dist.get_world_size()) if per_host else None
     nodes = ranks_per_node if _KNOWS_NODES.search(recipe) else None
     link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after, nodes=nodes)
     rank = dist.get_rank()

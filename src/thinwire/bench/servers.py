@@ -19,18 +19,19 @@ from thinwire.server.client import Servers
 from thinwire.server.keys import make_keys
 from thinwire.wire import FRAME_NBYTES
 
-_running: list[subprocess.Popen[str]] = []  # of this rank, for the method under way
+_running: list[subprocess.Popen[str]] = []  # of this rank
 
 
-def start_servers(per_rank: int) -> Servers:
-    """Start servers on every rank's host, and end those of the method before. Collective.
+def start_servers(here: int, num_workers: int) -> Servers:
+    """Start `here` servers on this rank's host, for the first `num_workers` ranks. Collective.
 
     Raises:
         ServerError: one does not start.
     """
-    end_servers()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    host = _own_address()
+    rank = dist.get_rank()
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, here)
+    first, host = sum(counts[:rank]), _own_address()
     # All hosts are emulated on one machine: they share its files.
     folder: list[Any] = [tempfile.mkdtemp(prefix="thinwire-keys-") if rank == 0 else None]
     if rank == 0:
@@ -38,9 +39,9 @@ def start_servers(per_rank: int) -> Servers:
     dist.broadcast_object_list(folder, 0)
     keys = Path(folder[0]) / "keys"
     addresses: list[str] = []
-    for number in range(per_rank * rank, per_rank * (rank + 1)):
+    for number in range(first, first + here):
         command = [sys.executable, "-W", "ignore", "-m", "thinwire", "server", "--bind", f"tcp://{host}:0"]
-        command += ["--num-workers", str(world_size), "--server-index", f"{number}/{per_rank * world_size}"]
+        command += ["--num-workers", str(num_workers), "--server-index", f"{number}/{sum(counts)}"]
         server = subprocess.Popen([*command, "--keys", str(keys / "server")], stdout=subprocess.PIPE, text=True)
         _running.append(server)
         assert server.stdout is not None
@@ -48,13 +49,13 @@ def start_servers(per_rank: int) -> Servers:
         if " at tcp://" not in line:
             raise ServerError(f"a server did not start on the host of rank {rank}: {line!r}")
         addresses.append(line.split(" at ")[1].strip())
-    everyone: list[Any] = [None] * world_size
+    everyone: list[Any] = [None] * len(counts)
     dist.all_gather_object(everyone, addresses)
     return Servers(addresses=tuple(address for own in everyone for address in own), keys=keys / "worker")
 
 
 def host_nbytes(plan: Plan, rank: int, per_rank: int) -> int:
-    """Return what leaves a rank's host in a step: its pushes and requests, and its servers' answers, to other hosts."""
+    """Return what leaves a rank's host in a step: its pushes, and its servers' answers, to other hosts."""
     own = range(per_rank * rank, per_rank * (rank + 1))
     total = 0
     for layout in plan.messages([param.info.name for param in reversed(plan.params)]):
@@ -62,9 +63,8 @@ def host_nbytes(plan: Plan, rank: int, per_rank: int) -> int:
             if isinstance(round_, Push | Pull):
                 there = [nbytes for server, nbytes in enumerate(round_.nbytes) if nbytes and server not in own]
                 asked = [nbytes for server, nbytes in enumerate(round_.nbytes) if nbytes and server in own]
-                total += FRAME_NBYTES * len(there)
                 if isinstance(round_, Push):
-                    total += sum(there)
+                    total += FRAME_NBYTES * len(there) + sum(there)
                 else:
                     total += (plan.world_size - 1) * sum(FRAME_NBYTES + nbytes for nbytes in asked)
     return total
