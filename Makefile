@@ -44,7 +44,7 @@ test-gpu: $(VENV)/.installed ## training on a GPU, several ranks on one; TORCH m
 
 test-asan: $(VENV)/.asan ## the compiled kernels under the address and undefined-behaviour sanitizers, fuzzed decoders among them
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  $(VENV)/asan/bin/python -m pytest $(PARALLEL) -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
+	  $(VENV)/asan/bin/python -m pytest $(PARALLEL) -p no:cacheprovider tests/kernels/test_fuzz.py tests/kernels/test_crc32.py tests/kernels/test_native_checks.py tests/kernels/test_native_equals_reference.py
 
 # Machines with AVX-512 never pick the kernels' clones for AVX2.
 test-avx2: $(VENV)/.avx2 ## the compiled kernels for x86-64 without AVX-512

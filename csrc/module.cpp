@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "crc32.h"
 #include "kernels.h"
 #include "module.h"
 #include "sockets.h"
@@ -102,6 +103,18 @@ nb::object exchange_blocks(const std::vector<int>& fds, int rank, const Numbers&
         failure = exchange(peers, rank, round, {timeout_ms, wake, free_nbytes, piece_nbytes});
     }
     return failure ? nb::object(nb::make_tuple(failure->rank, failure->reason.c_str())) : nb::none();
+}
+
+std::uint32_t crc32_of(nb::object data, std::uint32_t start) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+    std::uint32_t found;
+    {
+        nb::gil_scoped_release release;
+        found = crc32(static_cast<const unsigned char*>(view.buf), static_cast<std::size_t>(view.len), start);
+    }
+    PyBuffer_Release(&view);
+    return found;
 }
 
 }  // namespace
@@ -226,6 +239,7 @@ NB_MODULE(_native, m) {
                                 std::size_t period, int threads) {
         decode_random_k_all(jobs, streams, RandomK{Number{number}, block, period, false}, threads);
     }, nb::arg("jobs"), nb::arg("streams"), nb::arg("number"), nb::arg("block"), nb::arg("period"), nb::arg("threads"));
+    if (has_fast_crc32()) m.def("crc32", &crc32_of, nb::arg("data"), nb::arg("start") = 0);
     bind_shared(m);
     bind_low_rank(m);
     m.def("exchange", &exchange_blocks, nb::arg("fds"), nb::arg("rank"), nb::arg("send"), nb::arg("send_nbytes"),

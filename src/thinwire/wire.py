@@ -8,7 +8,6 @@ import itertools
 import math
 import struct
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,11 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
+
+try:
+    from thinwire._native import crc32
+except ImportError:  # no compiled part, or a processor without carry-less multiplication: the same numbers, slower
+    from zlib import crc32
 
 if sys.byteorder != "little":
     raise ImportError("thinwire's wire format is little-endian and this machine is not")
@@ -157,7 +161,7 @@ class Frame:
             0,
             0,
         )[: -_CHECKSUM.size]
-        return start + _CHECKSUM.pack(zlib.crc32(self.payload, zlib.crc32(start)))
+        return start + _CHECKSUM.pack(crc32(self.payload, crc32(start)))
 
 
 def parse_frame(header: Data, payload: Data) -> Frame:
@@ -186,7 +190,7 @@ def parse_frame(header: Data, payload: Data) -> Frame:
         )
     if nbytes != expected or nbytes > MAX_PAYLOAD_NBYTES:
         raise WireError(f"frame: expected a payload of {expected} bytes, at most {MAX_PAYLOAD_NBYTES}, got {nbytes}")
-    found = zlib.crc32(payload, zlib.crc32(memoryview(header)[: -_CHECKSUM.size]))
+    found = crc32(payload, crc32(memoryview(header)[: -_CHECKSUM.size]))
     if found != checksum or rest:
         raise WireError(f"frame: expected the checksum {checksum:08x}, got {found:08x}: its bytes are not those sent")
     return Frame(kind, session, content, round_, clock, sender, flags, payload)
