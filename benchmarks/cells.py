@@ -39,7 +39,7 @@ def measured(folder: Path, name: str, settings: Settings) -> dict[str, Any]:
     if document is not None:
         return document
     print(f"{name}: measuring", file=sys.stderr, flush=True)
-    document = run_benchmark(settings, lambda event: None)
+    document = _compact(run_benchmark(settings, lambda event: None))
     differing = [run["method"] for run in document["runs"] if not run["bit_identical"]]
     if differing:
         raise SystemExit(f"{name}: replicas differ after {', '.join(differing)}")
@@ -48,6 +48,16 @@ def measured(folder: Path, name: str, settings: Settings) -> dict[str, Any]:
     part = file.with_suffix(".part")
     part.write_text(json.dumps({"settings": dc.asdict(settings), "document": document}))
     os.replace(part, file)  # whole or not at all
+    return document
+
+
+def _compact(document: dict[str, Any]) -> dict[str, Any]:
+    """Cut what a curve has per step to the digits that mean something: grids are kept for long."""
+    for run in document["runs"]:
+        curve = run["curve"]
+        curve["step_s"] = [round(step_s, 4) for step_s in curve["step_s"]]
+        curve["sent_nbytes"] = [round(nbytes) for nbytes in curve["sent_nbytes"]]
+        curve["loss"] = [None if loss is None else float(f"{loss:.7g}") for loss in curve["loss"]]
     return document
 
 
