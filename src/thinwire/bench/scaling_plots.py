@@ -188,7 +188,7 @@ def _efficiency(rows: Sequence[Row]) -> bytes:
     all_axes[0].set_ylabel("scaling efficiency, % (dotted: ideal)")
     fullest = max(all_axes, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
     handles, names = fullest.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 2 * len(panels)))
     return _png(figure)
 
 
