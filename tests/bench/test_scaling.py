@@ -96,6 +96,12 @@ def test_the_limit_of_every_step_is_told(document: dict[str, Any]) -> None:
     assert "the step without exchange takes 0.35 s, on one 0.30 s" in told
 
 
+def test_servers_need_memory_too() -> None:
+    """Two servers on each of two hosts with bert-large took more than 24 GB, and the ranks were killed for it."""
+    without, served = (needed_nbytes("replay:bert-large", 2, method) for method in ("onebit", "servers:2/onebit"))
+    assert without < 0.95 * 24e9 < served
+
+
 def test_what_has_no_room_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "run_benchmark", _benchmark)
     room = (needed_nbytes("replay:vgg16/8", 4, "ddp") + needed_nbytes("replay:vgg16/8", 4, "onebit")) // 2

@@ -209,16 +209,21 @@ def available_memory() -> int:
 
 
 def needed_nbytes(workload: str, hosts: int, method: str) -> int:
-    """Return about how much memory all ranks of a replay take together."""
+    """Return about how much memory all ranks of a replay take together, with their servers."""
     name, scale = split_replay(workload)
     layers = model_layers(name, scale)
     gradient, longest = 4 * num_parameters(layers), 4 * max(layer.numel for layer in layers)
-    kind = split_method(method)[1].partition(":")[0]
+    per_host, recipe = split_method(method)
+    kind = recipe.partition(":")[0]
     # Gradients are made in one layer's memory from another's.
-    return round(hosts * (_RANK_NBYTES + 2 * longest + _COPIES.get(kind, 8.2) * gradient))
+    of_a_rank = _RANK_NBYTES + 2 * longest + _COPIES.get(kind, 8.2) * gradient
+    of_servers = (hosts * per_host * _SERVER_NBYTES + _COPIES_OF_SERVERS * gradient) if per_host else 0.0
+    return round(hosts * of_a_rank + of_servers)
 
 
 _RANK_NBYTES = 350e6
+_SERVER_NBYTES = 300e6
+_COPIES_OF_SERVERS = 4.0  # of all together: residuals, sums in buffers of powers of two, and what has arrived
 # How many times a rank holds its gradient at most. Peaks that were seen with vgg16 and bert-large/2 on two hosts;
 # 8.2 is top-k's.
 _COPIES = {BASE: 1.3, "fp16": 4.4, "onebit": 6.0}
