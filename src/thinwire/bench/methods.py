@@ -117,8 +117,10 @@ def attach(
         if "@nag" in method and isinstance(optimizer, thinwire.optim.NAG):
             group["worker_momentum"] = True  # likewise, but for that of weight decay
     per_host, recipe = split_method(method)
-    end_servers()  # those of the method before
-    servers = start_servers(per_host, dist.get_world_size()) if per_host else None
+    servers = None
+    if per_host:
+        end_servers()  # those of the method before
+        servers = start_servers(per_host, dist.get_world_size())
     nodes = ranks_per_node if _KNOWS_NODES.search(recipe) else None
     link = thinwire.attach(model, recipe, servers=servers, optimizer=optimizer, start_after=start_after, nodes=nodes)
     rank = dist.get_rank()

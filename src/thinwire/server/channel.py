@@ -1,5 +1,6 @@
 """A worker's side of the sockets: one thread that owns them, sends frames, and hands answers to whoever waits."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -173,7 +174,8 @@ class Channel:
                 ready = dict(poller.poll(1000 * min(self._heartbeat_s, 0.5)))
                 if self._wake.fd in ready:
                     self._wake.clear()
-                self._send_all()
+                while self._outbox:
+                    self._send_next()
                 for server, socket in enumerate(self._sockets):
                     if socket in ready:
                         self._take_all(server, socket)
@@ -184,25 +186,26 @@ class Channel:
                         self._check(now_s)
                     for server in range(len(self._sockets) if self._greeted and not self._left else 0):
                         self.send(server, Kind.HEARTBEAT)
-            self._send_all()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._end(error)
         finally:
+            while self._outbox:  # goodbyes: a server that cannot be told keeps none from the others
+                with contextlib.suppress(Exception):
+                    self._send_next()
             for socket in self._sockets:
                 socket.close(linger=round(1000 * LEAVE_S))
             self._context.term()
             self._wake.close()
 
-    def _send_all(self) -> None:
-        while self._outbox:
-            server, frame = self._outbox.popleft()
-            try:
-                send_frame(self._sockets[server], [], frame.header(), frame.payload)
-            except zmq_module().Again as error:  # queues have no limit: there is none left
-                raise ServerError(
-                    f"{self._name(server)} turned this worker away: expected keys that it knows; give both ends the "
-                    "keys that one call of  thinwire keys  made"
-                ) from error
+    def _send_next(self) -> None:
+        server, frame = self._outbox.popleft()
+        try:
+            send_frame(self._sockets[server], [], frame.header(), frame.payload)
+        except zmq_module().Again as error:  # queues have no limit: there is none left
+            raise ServerError(
+                f"{self._name(server)} turned this worker away: expected keys that it knows; give both ends the keys "
+                "that one call of  thinwire keys  made"
+            ) from error
 
     def _take_all(self, server: int, socket: Any) -> None:
         zmq = zmq_module()

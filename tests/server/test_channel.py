@@ -1,0 +1,106 @@
+"""A worker's side of the sockets, against sockets that only listen."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from thinwire.errors import ServerError
+from thinwire.server import channel as module
+from thinwire.server.channel import Channel
+from thinwire.server.protocol import Failure, Kind
+from thinwire.wire import Frame, parse_frame
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[zmq.Socket[bytes]]]:
+    context = zmq.Context()
+    sockets = [context.socket(zmq.ROUTER) for _ in range(2)]
+    for socket in sockets:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+    yield sockets
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+class Worker:
+    """A channel whose owner closes it on an error, as the driver does."""
+
+    def __init__(self, listeners: list[zmq.Socket[bytes]]) -> None:
+        self.errors: list[BaseException] = []
+        self.failed = threading.Event()
+        self.channel = Channel(
+            [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listeners],
+            session=7,
+            rank=0,
+            world_size=1,
+            keys=None,
+            heartbeat_s=0.1,
+            heartbeat_timeout_s=5.0,
+            timeout_s=5.0,
+            fail=self._fail,
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.channel.close(f"{type(error).__name__}: {error}")
+        self.failed.set()
+
+
+def _heard(listener: zmq.Socket[bytes], timeout_s: float) -> Frame | None:
+    if not listener.poll(1000 * timeout_s):
+        return None
+    _, header, payload = listener.recv_multipart()
+    return parse_frame(header, payload)
+
+
+def test_a_goodbye_has_left_when_close_returns(listeners: list[zmq.Socket[bytes]]) -> None:
+    worker = Worker(listeners)
+    worker.channel.close("ValueError: no")
+    assert not worker.channel._thread.is_alive()
+    for listener in listeners:
+        frame = _heard(listener, 5.0)
+        assert frame is not None
+        assert (frame.kind, Failure.parse(frame.payload)) == (Kind.BYE, Failure("worker", "ValueError: no"))
+    worker.channel.close("again")
+    worker.channel.send(0, Kind.HEARTBEAT)
+    assert _heard(listeners[0], 0.2) is None
+
+
+def test_a_server_that_is_gone_does_not_hold_a_worker(listeners: list[zmq.Socket[bytes]]) -> None:
+    worker = Worker(listeners)
+    for listener in listeners:
+        listener.close()
+    time.sleep(0.2)
+    started = time.monotonic()
+    worker.channel.close()
+    assert not worker.channel._thread.is_alive()
+    assert time.monotonic() - started < 5.0
+
+
+def test_all_others_hear_why_a_worker_that_one_turned_away_gives_up(
+    listeners: list[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, send = Worker(listeners), module.send_frame
+
+    def send_frame(socket: object, prefix: list[bytes], header: bytes, payload: bytes) -> None:
+        if socket is worker.channel._sockets[0]:
+            raise zmq.Again
+        send(socket, prefix, header, payload)
+
+    monkeypatch.setattr(module, "send_frame", send_frame)
+    worker.channel.send(0, Kind.HEARTBEAT)
+    assert worker.failed.wait(5.0)
+    (error,) = worker.errors
+    assert isinstance(error, ServerError)
+    assert "server 0 at tcp://127.0.0.1" in str(error)
+    assert "turned this worker away" in str(error)
+    frame = _heard(listeners[1], 5.0)
+    assert frame is not None
+    assert frame.kind == Kind.BYE
+    assert "turned this worker away" in Failure.parse(frame.payload).message
+    assert _heard(listeners[0], 0.2) is None
