@@ -69,4 +69,4 @@ def conditions(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace('/', '+')}.json"
+    return folder / f"{name.replace('/', '+').replace(':', '=')}.json"  # some file systems know neither

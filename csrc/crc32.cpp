@@ -59,8 +59,9 @@ TW_FOLD inline __m128i fold(__m128i value, __m128i factors, __m128i next) {
 constexpr std::size_t step = 64;
 
 TW_FOLD std::uint32_t by_folding(const unsigned char* data, std::size_t size, std::uint32_t crc) {
-    const __m128i by_512 = _mm_set_epi64x(power(512 - 32), power(512 + 32));
-    const __m128i by_128 = _mm_set_epi64x(power(128 - 32), power(128 + 32));
+    constexpr long long up_512 = power(512 + 32), down_512 = power(512 - 32);
+    constexpr long long up_128 = power(128 + 32), down_128 = power(128 - 32);
+    const __m128i by_512 = _mm_set_epi64x(down_512, up_512), by_128 = _mm_set_epi64x(down_128, up_128);
     __m128i a = _mm_xor_si128(load(data), _mm_cvtsi32_si128(static_cast<int>(crc)));
     __m128i b = load(data + 16), c = load(data + 32), d = load(data + 48);
     const unsigned char* const end = data + size;

@@ -1,10 +1,13 @@
 """Local methods in benchmarks: their names, and runs whose costs are counted over whole periods."""
 
+import itertools
 from typing import Any
 
 import pytest
 
+from thinwire.algorithms.rhythm import Rhythm
 from thinwire.bench import engine
+from thinwire.bench.measure import whole_periods
 from thinwire.bench.settings import LocalName, Settings, parse_methods, split_local
 from thinwire.cli import main
 from thinwire.lab import Loopback
@@ -91,3 +94,18 @@ def test_what_is_computed_does_not_depend_on_the_network():
         assert one["val_loss"] == other["val_loss"]
         assert one["curve"]["sent_nbytes"] != []
     assert free[1]["bucket_cap_mb"] > slow[1]["bucket_cap_mb"]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 10, 30])
+def test_whole_periods_are_never_none(period: int) -> None:
+    """And no exchange is under way at either end, where there is such a step."""
+    for num_fragments, overlap in itertools.product(range(1, min(3, period) + 1), range(min(6, period))):
+        rhythm = Rhythm(sync_every=period, num_fragments=num_fragments, overlap=overlap)
+        for num_steps in range(period, 4 * period + 8):
+            start = min(3, num_steps - 1)
+            counted = whole_periods(range(start, num_steps), period, rhythm.under_way)
+            assert len(counted) >= period
+            assert len(counted) % period == 0
+            assert 0 <= counted.start < counted.stop <= num_steps
+            free = [k for k in range(num_steps, num_steps - period, -1) if k >= period and not rhythm.under_way(k)]
+            assert counted.stop == (free[0] if free else num_steps)

@@ -11,7 +11,7 @@ from thinwire.aggregators import Hierarchical, Message, NodePushPull, PushPull, 
 from thinwire.comm.local import check_round, move
 from thinwire.comm.rounds import Exchange, Pull, Push, SendRecv, Transfer
 from thinwire.plan import Plan
-from thinwire.server.protocol import Hello, Kind
+from thinwire.server.protocol import AND_PULL, Hello, Kind
 from thinwire.server.service import Service, ServiceOptions
 from thinwire.state import State
 from thinwire.wire import Data, Frame, digest_of, parse_frame, split
@@ -63,13 +63,19 @@ class Cluster:
             if text:
                 round_ = self.rounds.get((rank, digest_of(text)), 0)
                 self.send(server, rank, self.frame(Kind.DECLARE, rank, text, payload=text.encode()))
-                self.send(server, rank, self.frame(Kind.PUSH, rank, text, round_, block.numpy().tobytes()))
+                frame = self.frame(Kind.PUSH, rank, text, round_, block.numpy().tobytes())
+                self.send(server, rank, dataclasses.replace(frame, flags=AND_PULL * self._asks_at_once(rank)))
+
+    @staticmethod
+    def _asks_at_once(rank: int) -> bool:
+        """Whether a rank pulls with its push, as workers do; the others ask by themselves."""
+        return rank % 2 == 0
 
     def pull(self, transfer: Transfer, rank: int) -> None:
         """Ask; `collect` takes the answers once all have pushed."""
         assert isinstance(transfer.round, Pull)
         for server, text in enumerate(transfer.round.contents):
-            if text:
+            if text and not self._asks_at_once(rank):
                 round_ = self.rounds.get((rank, digest_of(text)), 0)
                 self.send(server, rank, self.frame(Kind.PULL, rank, text, round_))
 

@@ -1,5 +1,7 @@
 """A worker's side of the sockets, against sockets that only listen."""
 
+import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from thinwire.errors import ServerError
 from thinwire.server import channel as module
 from thinwire.server.channel import Channel
 from thinwire.server.protocol import Failure, Kind
+from thinwire.server.sockets import Wake
 from thinwire.wire import Frame, parse_frame
 
 
@@ -32,7 +35,7 @@ class Worker:
 
     def __init__(self, listeners: list[zmq.Socket[bytes]]) -> None:
         self.errors: list[BaseException] = []
-        self.failed = threading.Event()
+        self.failed, self.sockets_closed = threading.Event(), False
         self.channel = Channel(
             [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listeners],
             session=7,
@@ -47,6 +50,7 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
+        self.sockets_closed = all(socket.closed for socket in self.channel._sockets)
         self.channel.close(f"{type(error).__name__}: {error}")
         self.failed.set()
 
@@ -69,6 +73,27 @@ def test_a_goodbye_has_left_when_close_returns(listeners: list[zmq.Socket[bytes]
     worker.channel.close("again")
     worker.channel.send(0, Kind.HEARTBEAT)
     assert _heard(listeners[0], 0.2) is None
+
+
+def test_a_wake_bears_a_signal_in_its_middle() -> None:
+    """A server is stopped from a handler, which runs in the thread that may be in `set` or `clear` just then."""
+    wake = Wake()
+    before = signal.signal(signal.SIGVTALRM, lambda *_: wake.set())
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 1e-4)
+    try:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            wake.set()
+            assert select.select([wake.fd], [], [], 1.0)[0]
+            wake.clear()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+    wake.set()
+    wake.clear()
+    assert not select.select([wake.fd], [], [], 0.0)[0]
+    wake.close()
+    wake.set()
 
 
 def test_a_server_that_is_gone_does_not_hold_a_worker(listeners: list[zmq.Socket[bytes]]) -> None:
@@ -97,6 +122,7 @@ def test_all_others_hear_why_a_worker_that_one_turned_away_gives_up(
     assert worker.failed.wait(5.0)
     (error,) = worker.errors
     assert isinstance(error, ServerError)
+    assert worker.sockets_closed  # goodbyes have left before anybody hears of the error, and may end the process
     assert "server 0 at tcp://127.0.0.1" in str(error)
     assert "turned this worker away" in str(error)
     frame = _heard(listeners[1], 5.0)

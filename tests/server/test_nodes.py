@@ -236,8 +236,8 @@ def test_a_node_sends_the_model_once_however_many_ranks_it_has() -> None:
         (push, pull), gather, spread = _between(layout), layout.rounds[0], layout.rounds[3]
         sent[ranks] = between_nodes_nbytes(layout)
         header = sum(push.nbytes) - encoded
-        assert sent[ranks] == [encoded + header + 4 * FRAME_NBYTES] * 2
-        assert [r.sent_nbytes(1) for r in (push, pull)] == ([0, 0] if ranks > 1 else [push.sent_nbytes(0), 128])
+        assert sent[ranks] == [encoded + header + 2 * FRAME_NBYTES] * 2
+        assert [r.sent_nbytes(1) for r in (push, pull)] == [push.sent_nbytes(0) if ranks == 1 else 0, 0]
         assert [gather.sent_nbytes(0), spread.sent_nbytes(0)] == [0, (ranks - 1) * sum(pull.nbytes)]
         assert f"{plan.between_nodes_nbytes:,} of all leave the busiest node" in str(plan)
     assert sent[1] == sent[4]

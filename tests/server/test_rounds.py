@@ -213,6 +213,18 @@ def test_those_present_finish_the_round(stage, order):
     assert workers.service.refused == {"late": 1}
 
 
+def test_a_round_that_ends_while_a_worker_is_taken_for_lost():
+    """It has pulled with its push, and is not answered: that would be an error for all."""
+    workers = Workers(3, on_worker_loss="continue")
+    workers.push(2, 0, 3.0, and_pull=True)
+    workers.push(0, 0, 1.0, and_pull=True)
+    workers.service._lost.add(2)  # what `lose` does first, in the other thread
+    workers.push(1, 0, 2.0, and_pull=True)
+    assert workers.got(0) == workers.got(1) == [(0, 2.0, 3)]
+    assert not workers.errors(0)
+    assert not workers.served.results
+
+
 def test_a_worker_that_gives_up_takes_the_others_along():
     workers = Workers(2)
     bye = Failure("worker", "ValueError: no").pack()

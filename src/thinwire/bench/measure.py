@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -60,6 +60,21 @@ def timed_step(
             optimizer.step()
     end = time.perf_counter()
     return loss.item(), forward_end - start, backward_end - forward_end, end - backward_end
+
+
+def whole_periods(steps: range, period: int, under_way: Callable[[int], bool]) -> range:
+    """Return the last of these steps that make whole periods, since a part of one has too many exchanges, or too few.
+
+    They begin and end where no exchange is under way, whose bytes would count in part, if that is ever so. One period
+    is returned at least, whatever it begins with, if so many steps have been taken.
+
+    >>> whole_periods(range(3, 21), 5, lambda done: False), whole_periods(range(3, 21), 5, lambda done: done % 5 == 1)
+    (range(6, 21), range(5, 20))
+    """
+    ends = range(steps.stop, max(steps.stop - period, period - 1), -1)
+    end = next((done for done in ends if not under_way(done)), steps.stop)
+    num_periods = max((end - steps.start) // period, min(1, end // period))
+    return range(end - num_periods * period, end)
 
 
 def mean_over_ranks(values: Sequence[float]) -> list[float]:

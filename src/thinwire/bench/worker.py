@@ -132,24 +132,20 @@ class Training:
         return reached <= loss
 
     def _record(self) -> dict[str, Any] | None:
-        end = len(self.step_s)
-        steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), end - 1)
+        steady = min(max(measure.WARM_UP_STEPS, self.attached.start_step + 1), len(self.step_s) - 1)
+        counted = range(steady, len(self.step_s))
         if self.attached.settle is not None:
             self.attached.settle()
-        if (period := self.attached.period) > 1:
-            # Whole periods: a part of one would have too many exchanges, or too few. They begin and end where none is
-            # under way, whose bytes would count in part.
-            last_period = range(end, max(end - period, 0), -1)
-            end = next((steps for steps in last_period if not self.attached.under_way(steps)), end)
-            num_periods = max((end - steady) // period, min(1, end // period))
-            steady = end - num_periods * period
+        if self.attached.period > 1:
+            counted = measure.whole_periods(counted, self.attached.period, self.attached.under_way)
+        steady, end = counted.start, counted.stop
         codec_s = None
         if self.attached.codec_s is not None:
             dist.barrier()  # all ranks at once, as in the measurement of backward
             codec_s = self.attached.codec_s()
         mine = {
             "losses": self.losses,
-            "step_s": (measure.median if period == 1 else measure.mean)(self.step_s[steady:end]),
+            "step_s": (measure.median if self.attached.period == 1 else measure.mean)(self.step_s[steady:end]),
             "sent_nbytes": self.sent_nbytes,
             "planned_nbytes": self.attached.planned_nbytes(),
             "codec_s": codec_s,

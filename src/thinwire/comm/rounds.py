@@ -130,7 +130,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Every rank asks server s for nbytes[s] bytes, the same for all ranks, for every s; not where that is 0.
+    """Every rank gets nbytes[s] bytes from server s, the same for all ranks, for every s; its push has asked for them.
 
     With `ranks` only these do.
     """
@@ -141,8 +141,8 @@ class Pull:
     ranks: tuple[int, ...] | None = None
 
     def sent_nbytes(self, rank: int) -> int:
-        """Bytes that leave `rank`: requests. What is asked for leaves the servers."""
-        return FRAME_NBYTES * sum(nbytes > 0 for nbytes in self.nbytes) if self.includes(rank) else 0
+        """Bytes that leave `rank`: none. What is asked for leaves the servers."""
+        return 0
 
     def sent_nbytes_by_rank(self) -> list[int]:
         """Bytes that leave each rank."""

@@ -50,7 +50,7 @@ class Channel:
         heartbeat_timeout_s: a server that says nothing for so long is lost.
         timeout_s: an answer that does not come for so long is an error, even where all are alive.
         mates: the other ranks of this node, without which this one cannot go on.
-        fail: called once, in the channel's thread, with what ended the run.
+        fail: called once, in the channel's thread, with what ended the run; servers have been told.
 
     Attributes:
         refused: frames of servers that were not taken, by reason.
@@ -149,12 +149,12 @@ class Channel:
 
         Returns when that has left this process, which may be at its end; or `LEAVE_S` later, where a server is gone.
         """
-        with self._lock:
-            left, self._left = self._left, True
-        if not left:
-            payload = Failure("worker", why).pack() if why else b""
-            for server in range(len(self._sockets)):
-                self.send(server, Kind.BYE, payload=payload)
+        with self._lock:  # whoever comes second must not close before goodbyes are queued
+            if not self._left:
+                self._left = True
+                payload = Failure("worker", why).pack() if why else b""
+                for server in range(len(self._sockets)):
+                    self.send(server, Kind.BYE, payload=payload)
         self._closed.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -196,6 +196,9 @@ class Channel:
                 socket.close(linger=round(1000 * LEAVE_S))
             self._context.term()
             self._wake.close()
+            if self._failed is not None:  # goodbyes have left: whoever hears of it may end this process
+                self._welcome.set()
+                self._fail(self._failed)
 
     def _send_next(self) -> None:
         server, frame = self._outbox.popleft()
@@ -203,8 +206,8 @@ class Channel:
             send_frame(self._sockets[server], [], frame.header(), frame.payload)
         except zmq_module().Again as error:  # queues have no limit: there is none left
             raise ServerError(
-                f"{self._name(server)} turned this worker away: expected keys that it knows; give both ends the keys "
-                "that one call of  thinwire keys  made"
+                f"{self._name(server)} turned this worker away: expected keys that it knows, perhaps; give both ends "
+                "the keys that one call of  thinwire keys  made"
             ) from error
 
     def _take_all(self, server: int, socket: Any) -> None:
@@ -310,5 +313,4 @@ class Channel:
             self._failed = error
             with self._lock:
                 self._awaited.clear()
-            self._welcome.set()
-            self._fail(error)
+            self.close(f"{type(error).__name__}: {error}")

@@ -299,7 +299,7 @@ class ServerDriver:
                 ticket.done.exception()
         channel, self._channel = self._channel, None
         if channel is not None:
-            channel.close()
+            channel.close("" if self._error is None else f"{type(self._error).__name__}: {self._error}")
         if self._node is not None:
             self._node.close(None if self._error is None else LEAVE_S)
         self._pool.shutdown(cancel_futures=True)
@@ -421,7 +421,7 @@ class ServerDriver:
 
     def _settle(self, ticket: _Ticket) -> None:
         ticket.outcome.finished_s = time.perf_counter()
-        ticket.transfer = None
+        ticket.transfer = ticket.pushed = None
         with self._lock:
             if ticket not in self._open:  # failed meanwhile
                 return

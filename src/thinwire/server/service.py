@@ -499,7 +499,7 @@ class Service:
             self.counts["rounds"] += 1
             if served.round == 0:
                 self._drop_others(served)
-            waiting = sorted(served.pulls)
+            waiting = sorted(served.pulls & present)  # one may be lost, or have left, meanwhile
             done, served.round = served.round, served.round + 1
             served.added, served.pulls = set(), set()
             for rank in waiting:

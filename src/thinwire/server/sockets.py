@@ -86,16 +86,20 @@ def send_frame(socket: Any, prefix: list[bytes], header: bytes, payload: Data) -
 
 
 class Wake:
-    """Wakes a thread that polls `fd` beside its sockets."""
+    """Wakes a thread that polls `fd` beside its sockets.
+
+    From any thread, and from a signal handler, which may come in the middle of either method: hence the lock that its
+    owner may take again. At worst there is a byte too many, and the thread looks once for nothing.
+    """
 
     def __init__(self) -> None:
         self.fd, self._other = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._other, False)
-        self._lock, self._set, self._closed = threading.Lock(), False, False
+        self._lock, self._set, self._closed = threading.RLock(), False, False
 
     def set(self) -> None:
-        """Wake it, from any thread; nothing once it is closed, when the descriptors may be somebody else's."""
+        """Wake it; nothing once it is closed, when the descriptors may be somebody else's."""
         with self._lock:
             if not (self._set or self._closed):
                 self._set = True
