@@ -52,12 +52,12 @@ def measured(folder: Path, name: str, settings: Settings) -> dict[str, Any]:
 
 
 def _compact(document: dict[str, Any]) -> dict[str, Any]:
-    """Cut what a curve has per step to the digits that mean something: grids are kept for long."""
+    """Cut what a curve has per step to the digits that mean something, nine of a float32: grids are kept for long."""
     for run in document["runs"]:
         curve = run["curve"]
         curve["step_s"] = [round(step_s, 4) for step_s in curve["step_s"]]
         curve["sent_nbytes"] = [round(nbytes) for nbytes in curve["sent_nbytes"]]
-        curve["loss"] = [None if loss is None else float(f"{loss:.7g}") for loss in curve["loss"]]
+        curve["loss"] = [None if loss is None else float(f"{loss:.9g}") for loss in curve["loss"]]
     return document
 
 

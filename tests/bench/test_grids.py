@@ -107,3 +107,15 @@ def test_clan_has_a_row_for_every_setting(asked: list[Settings], tmp_path: Path)
     lines = clan.markdown(document)
     assert len(lines) == 2 + len(settings)
     assert lines[-1].startswith("| `servers:2/randomk:0.03125@nag` | 0.025 | 0.500 |")
+
+
+def test_servers_are_compared_over_turns_without_their_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    servers = importlib.import_module("servers")
+    assert servers._counted(range(15)) == [6, 7, 8, 9, 11, 12, 13, 14]  # none of the first turn, nor 5 and 10
+    assert [servers.PLACES[place](True) for place in servers.PLACES] == [0, 0, 2, 0]
+    assert [servers.PLACES[place](False) for place in servers.PLACES] == [0, 0, 0, 1]
+    way = {"step_s": [2.0, 4.0, 3.0], "worker_nbytes": 6e6, "server_nbytes": 0.0, "encoded_nbytes": 4_000_000}
+    none, served = servers.rows_of(4, "1gbit", "int8", {"none": way, "some": {**way, "step_s": [6.0]}})
+    assert (none["step_s"], none["over_none"], none["steps"]) == (3.0, 1.0, 3)
+    assert (served["over_none"], served["worker_over_encoded"], served["worker_mb"]) == (2.0, 1.5, 6.0)
