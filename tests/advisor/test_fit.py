@@ -1,11 +1,13 @@
 """Fitting alpha and beta to times."""
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.advisor.fit import fit_line, telling
-from thinwire.advisor.pairs import link_class, tournament
+from thinwire.advisor.pairs import confirmed_class, link_class, tournament
 from thinwire.errors import ProfileError
 
 
@@ -74,3 +76,21 @@ def test_slow_and_far_pairs_are_exceptions_and_no_part_of_their_class() -> None:
     assert [(pair.source, pair.target) for pair in exceptions] == [(0, 3), (2, 1)]
     assert exceptions[0].alpha_s == pytest.approx(9e-3)
     assert exceptions[1].beta == pytest.approx(2e6)
+
+
+def test_what_disturbed_a_measurement_is_no_exception_and_what_stays_slow_is() -> None:
+    asked: list[list[tuple[int, int]] | None] = []
+
+    def measure(only: Collection[tuple[int, int]] | None) -> dict[tuple[int, int], list[tuple[float, float]]]:
+        asked.append(None if only is None else sorted(only))
+        points = {(a, b): _times(1e-3, 1e7) for a in range(3) for b in range(3) if a != b}
+        points[2, 0] = _times(1e-3, 1e6)
+        if only is None:
+            points[1, 0] = _times(1e-3, 4e6)
+        return points if only is None else {pair: points[pair] for pair in only}
+
+    link, exceptions = confirmed_class(measure)
+    assert [(pair.source, pair.target) for pair in exceptions] == [(2, 0)]
+    assert exceptions[0].beta == pytest.approx(1e6)
+    assert link.beta == pytest.approx(1e7)
+    assert asked == [None, [(1, 0), (2, 0)], [(2, 0)]]

@@ -6,7 +6,7 @@ side. Of a pair one sends messages that grow until they take a while, and each i
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ MOST_ROUNDS = 15  # all pairs of 16 hosts; of more a sample
 SLOW = 0.75  # of the usual rate: below this a pair is named
 LATE = 3.0  # times the usual latency, likewise
 LATE_S = 200e-6  # and by so much at least
+CONFIRMATIONS = 2  # times that exceptions are measured again
 
 Points = Mapping[tuple[int, int], Sequence[Point]]
 """By source and target: (bytes, seconds) of messages with their answers."""
@@ -44,7 +45,11 @@ def tournament(num: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_pairs(
-    ranks: Sequence[int], group: dist.ProcessGroup, *, target_s: float
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    target_s: float,
+    only: Collection[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], list[Point]]:
     """Measure what this rank sends to the others among `ranks`, in turn. All of `ranks` must call.
 
@@ -52,6 +57,7 @@ def measure_pairs(
         ranks: one of every host, or all of one host; keys of the result are places in it.
         group: their process group, whose time-out ends every wait.
         target_s: messages grow until they take as long.
+        only: sources and targets to measure, the same on all; None is all of them.
 
     Raises:
         RankLostError: a peer did not answer within the time-out; both are named.
@@ -62,6 +68,8 @@ def measure_pairs(
             break
         for low, high in pairs:
             for source, target in ((low, high), (high, low)):
+                if only is not None and (source, target) not in only:
+                    continue
                 here, there = ranks[source], ranks[target]
                 try:
                     if group.rank() == here:
@@ -130,6 +138,37 @@ def link_class(points: Points) -> tuple[LinkClass, tuple[Pair, ...]]:
     usual = [point for pair, measured in points.items() if pair not in named for point in telling(measured)]
     both_s, beta, residual = fit_line(usual)
     return LinkClass(alpha_s=both_s / 2, beta=beta, residual=residual), exceptions
+
+
+def confirmed_class(
+    measure: Callable[[Collection[tuple[int, int]] | None], Points],
+) -> tuple[LinkClass, tuple[Pair, ...]]:
+    """Return `link_class` of what is measured, where exceptions have stayed so when they were measured again.
+
+    Args:
+        measure: all pairs, or those that it gets. It is called on all ranks or on none.
+    """
+    points = measure(None)
+    between, exceptions = link_class(points)
+    for _ in range(CONFIRMATIONS):
+        if not exceptions:
+            break
+        again = measure([(pair.source, pair.target) for pair in exceptions])
+        points = {pair: fastest(once, again.get(pair, ())) for pair, once in points.items()}
+        between, exceptions = link_class(points)
+    return between, exceptions
+
+
+def fastest(once: Sequence[Point], again: Sequence[Point]) -> list[Point]:
+    """Return the least time of every size: what disturbs a message only makes it slower.
+
+    >>> fastest([(8.0, 0.2), (64.0, 0.5)], [(8.0, 0.1), (64.0, 0.6), (128.0, 0.9)])
+    [(8.0, 0.1), (64.0, 0.5), (128.0, 0.9)]
+    """
+    times: dict[float, float] = {}
+    for nbytes, seconds in (*once, *again):
+        times[nbytes] = min(seconds, times.get(nbytes, seconds))
+    return sorted(times.items())
 
 
 def _one(points: Sequence[Point]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import datetime
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from thinwire.advisor import document
 from thinwire.advisor.collective_speed import measure_collectives
 from thinwire.advisor.kernel_speed import compressors_of, measure_exchange, measure_kernels
 from thinwire.advisor.overhead import measure_buckets, measure_messages
-from thinwire.advisor.pairs import link_class, measure_pairs
+from thinwire.advisor.pairs import Points, confirmed_class, measure_pairs
 from thinwire.advisor.places import Place, all_places, ranks_by_host
 from thinwire.advisor.profile import Cluster, Computation, Kernels, LinkClass, Overhead, Pair, Profile
 from thinwire.advisor.served import split_method
@@ -208,9 +208,14 @@ def _measure_cluster(
 
 def _class_of(ranks: Sequence[int], group: dist.ProcessGroup, target: float) -> tuple[LinkClass, tuple[Pair, ...]]:
     """Measure between these ranks, while the others wait."""
-    mine = measure_pairs(ranks, group, target_s=target) if group.rank() in ranks else {}
-    told = all_gather_text(json.dumps([[source, target, points] for (source, target), points in mine.items()]), group)
-    return link_class({(source, target): points for text in told for source, target, points in json.loads(text)})
+
+    def measure(only: Collection[tuple[int, int]] | None) -> Points:
+        mine = measure_pairs(ranks, group, target_s=target, only=only) if group.rank() in ranks else {}
+        text = json.dumps([[*pair, points] for pair, points in mine.items()])
+        told = (item for other in all_gather_text(text, group) for item in json.loads(other))
+        return {(source, target): points for source, target, points in told}
+
+    return confirmed_class(measure)
 
 
 def _measure_computation(
