@@ -251,6 +251,18 @@ def test_a_goodbye_that_cannot_be_read_is_refused():
     assert workers.service.refused == {"malformed": 1}
 
 
+def test_a_frame_that_nobody_foresaw_ends_the_run_and_not_the_server(monkeypatch):
+    workers = Workers(2)
+    workers.push(0, 0, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.service, "_push", lambda rank, frame: 1 // 0)
+        workers.push(1, 0, 1.0)
+    for rank in (0, 1):
+        (failure,) = workers.errors(rank)
+        assert "what worker 1 sent: ZeroDivisionError" in failure.message
+    assert workers.service.is_over
+
+
 def test_bytes_that_are_no_encoding_end_the_run():
     workers = Workers(1)
     workers._send(0, Kind.PUSH, 0, bytes(workers.served.content.push_nbytes))  # a loss scale of 0

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from in_one_process import ServedWorld
 from world import World, bits, gradients
 
 from thinwire import BlockQuant, ErrorFeedback, TopK, TwoShot, parse_recipe
+from thinwire.aggregators.undo import Undo
 from thinwire.feedback import Slot
 
 RECIPES = [
@@ -132,6 +135,59 @@ def test_a_skipped_step_is_taken_back_by_servers():
     assert served.residuals() == before
     assert [bits(v) for v in served.run()] == [bits(v) for v in plain.run()]
     _same_residuals(plain, served)
+
+
+@pytest.mark.parametrize("recipe", ["topk:0.05", "int4@ef"])
+@pytest.mark.parametrize("spoilt", ["not finite", "the mean overflows", "loss scales differ"])
+def test_a_step_that_came_to_nothing_leaves_units_as_they_are(recipe, spoilt):
+    """A GradScaler halves its scale after it: residuals are still in units of the scale before."""
+    plain, served = World(parse_recipe(recipe), 2), ServedWorld(parse_recipe(recipe), 2, 2)
+    for ratio, scale in ((1.0, 1.0), (4.0, 4.0)):
+        plain.run(unit_ratio=ratio)
+        served.run(unit_ratio=ratio, loss_scale=scale)
+    for _ in range(2):  # twice in a row: nothing is taken back a second time
+        grads = _spoilt(served, 1, "layer.weight") if spoilt == "not finite" else None
+        if spoilt == "the mean overflows":
+            grads = [{name: torch.full_like(g, 3e38) for name, g in gradients(r, 9).items()} for r in range(2)]
+        served.loss_scales = [4.0, 2.0] if spoilt == "loss scales differ" else []
+        got = served.run(grads, loss_scale=4.0)
+        assert all(bool(v.isnan().all()) for values in got for v in values.values())
+        served.step, served.undelivered, served.loss_scales = served.step - 1, True, []
+    assert [bits(v) for v in served.run(unit_ratio=0.5, loss_scale=2.0)] == [bits(v) for v in plain.run(unit_ratio=0.5)]
+    _same_residuals(plain, served)
+
+
+def test_one_worker_asks_for_residuals_while_another_begins_a_step(monkeypatch):
+    """Both take the last round back; neither may copy from memory that the other has given back."""
+    served = ServedWorld(parse_recipe("int4@ef"), 1, shapes={"w": (200,)})
+    served.run()
+    (service,) = served.cluster.services
+    (content,) = service._served.values()
+    pushed: list[torch.Tensor] = []
+    add = content.mean.add
+    content.mean.add = lambda rank, data: (pushed.append(data.clone()), add(rank, data))
+    before = service.store.items()["w", 0].tensors[Slot.OWNER].clone()
+    served.run()
+    saved, inside, begun = Undo.saved, threading.Event(), threading.Event()
+
+    def slow(self: Undo) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = list(saved(self))
+        if not inside.is_set():
+            inside.set()
+            begun.wait(0.3)
+        return found
+
+    monkeypatch.setattr(Undo, "saved", slow)
+    out = torch.empty_like(before)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(service.store.read, ("w", 0), out, loss_scale=1.0, step=1)
+        inside.wait()
+        add(0, pushed[0])
+        service._buffers.take(before.nbytes).fill_(7)
+        begun.set()
+        asked.result()
+    assert torch.equal(out, before)
+    assert torch.equal(service.store.items()["w", 0].tensors[Slot.OWNER], before)
 
 
 def test_workers_of_different_loss_scales_get_nothing():

@@ -1,5 +1,6 @@
 """A server's half of a message: decodes what workers push, adds it up, and encodes the mean once for all."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -55,9 +56,14 @@ class Kept:
 
 
 class Store:
-    """What a server keeps of all partitions, by name and offset: contents come and go with DDP's buckets."""
+    """What a server keeps of all partitions, by name and offset: contents come and go with DDP's buckets.
+
+    Attributes:
+        lock: held while something is read, written or taken back: one worker may ask while others begin a step.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._kept: dict[tuple[str, int], Kept] = {}
 
     def of(self, partition: Partition) -> Kept:
@@ -75,25 +81,25 @@ class Store:
 
     def read(self, place: tuple[str, int], out: Tensor, *, loss_scale: float, step: int) -> None:
         """Copy a partition's residual to `out`, in units of a loss scale, as it was before any step from `step` on."""
-        kept = self._kept.get(place)
-        if kept is None or Slot.OWNER not in kept.tensors:
-            out.zero_()
-            return
-        if kept.units.step >= step:
-            kept.take_back()
-        residual = kept.tensors[Slot.OWNER]
-        if residual.numel() != out.numel():
-            raise WireError(f"{place[0]}: expected {residual.numel()} elements at {place[1]}, got {out.numel()}")
-        torch.mul(residual, loss_scale / kept.units.loss_scale, out=out)
+        with self.lock:
+            kept = self._kept.get(place)
+            if kept is None or Slot.OWNER not in kept.tensors:
+                out.zero_()
+                return
+            residual = kept.tensors[Slot.OWNER]
+            _check_numel(place, residual, out)
+            if kept.units.step >= step:
+                kept.take_back()
+            torch.mul(residual, loss_scale / kept.units.loss_scale, out=out)
 
     def write(self, place: tuple[str, int], values: Tensor, units: Units) -> None:
         """Set a partition's residual, in these units; nothing is left to be taken back."""
-        kept = self._kept.setdefault(place, Kept())
-        residual = kept.tensors.setdefault(Slot.OWNER, torch.zeros(values.numel(), dtype=torch.float32))
-        if residual.numel() != values.numel():
-            raise WireError(f"{place[0]}: expected {residual.numel()} elements at {place[1]}, got {values.numel()}")
-        residual.copy_(values)
-        kept.units, kept.undo = units, None
+        with self.lock:
+            kept = self._kept.setdefault(place, Kept())
+            residual = kept.tensors.setdefault(Slot.OWNER, torch.zeros(values.numel(), dtype=torch.float32))
+            _check_numel(place, residual, values)
+            residual.copy_(values)
+            kept.units, kept.undo = units, None
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +120,7 @@ class Mean:
     def __init__(self, content: Content, store: Store, buffers: BufferPool, *, threads: int = 1) -> None:
         self.content = content
         partitions, starts = content.layout.partitions, range(len(content.layout.partitions))
-        self._kept = [store.of(partition) for partition in partitions]
+        self._store, self._kept = store, [store.of(partition) for partition in partitions]
         values = torch.empty(sum(p.numel for p in partitions), dtype=torch.float32).split([p.numel for p in partitions])
         blocks = [self._block(p, value, kept) for p, value, kept in zip(partitions, values, self._kept, strict=True)]
         self._message = Message(content.layout, blocks, rank=0, threads=threads, buffers=buffers)
@@ -151,10 +157,12 @@ class Mean:
     def _begin(self, header: PushHeader) -> None:
         """Take back a round that came to nothing: workers are at the same step again, or say so."""
         self._bad = False
-        for kept in self._kept:
-            if header.flags & UNDELIVERED or kept.units.step == header.step:
-                kept.take_back()
-        self._message.begin(header.step)
+        with self._store.lock:
+            for kept in self._kept:
+                if header.flags & UNDELIVERED or kept.units.step == header.step:
+                    kept.take_back()
+                kept.undo = None  # what it would need is given back now, and this round may come to nothing, too
+            self._message.begin(header.step)
 
     def close(self) -> Tensor:
         """Divide and encode; return what all workers pull, (pull_nbytes,) uint8."""
@@ -223,6 +231,11 @@ class Mean:
     def _commit(self, units: list[Units]) -> None:
         for place, (kept, now) in enumerate(zip(self._kept, units, strict=True)):
             kept.before, kept.units, kept.undo = kept.units, now, (self._message, place)
+
+
+def _check_numel(place: tuple[str, int], residual: Tensor, got: Tensor) -> None:
+    if residual.numel() != got.numel():
+        raise WireError(f"{place[0]}: expected {residual.numel()} elements at {place[1]}, got {got.numel()}")
 
 
 def _scales_differ(header: PushHeader, first: PushHeader) -> bool:

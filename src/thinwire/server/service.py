@@ -165,6 +165,9 @@ class Service:
             self._note(worker, refusal)
         except WireError as error:
             self._note(worker, RefusedError("malformed", str(error)))
+        except Exception as error:  # ours: workers must not wait for a server that died of it
+            logging.getLogger("thinwire").exception("a frame was not foreseen")
+            self._note(worker, RefusedError("malformed", f"{type(error).__name__}: {error}"))
 
     def _note(self, worker: _Worker | None, refusal: RefusedError) -> None:
         self.refused[refusal.reason] += 1
@@ -341,7 +344,7 @@ class Service:
             raise RefusedError("duplicate", f"{what}: it came before")
 
     def _residuals(self, worker: _Worker, frame: Frame) -> None:
-        """Give or take residuals. Workers ask between steps: no round can end before they push again."""
+        """Give or take residuals. Workers ask between steps: a round may have begun, but ends when they have pushed."""
         try:
             text, values = (frame.payload, b"") if frame.kind == Kind.GET else unpack_values(frame.payload)
             about = Residuals.parse(text)
