@@ -1,6 +1,7 @@
 """Every example in the documentation and in `examples/` runs."""
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,10 +37,22 @@ def torchrun(script: Path, *arguments: str, folder: Path) -> str:
     return run([*launcher, str(script), *arguments], folder)
 
 
+def beside_a_server(script: Path, *, folder: Path) -> str:
+    launcher = [sys.executable, "-m", "thinwire", "launch", "--servers-per-node", "1", "--nproc-per-node", "2"]
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        ports = ["--port", str(one.getsockname()[1]), "--master-port", str(other.getsockname()[1])]
+    return run([*launcher, *ports, str(script)], folder)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page)], ids=name_of)
 def test_code_of_page_runs(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page, one after another, are one program; on two ranks if it makes a process group."""
+    """The blocks of a page, one after another, are one program; on two ranks if it makes a process group.
+
+    With a server beside them if it attaches to those that `thinwire launch` starts.
+    """
     if "Lab(" in code_of(page):
         try:
             Lab(nodes=1).close()
@@ -48,7 +61,7 @@ def test_code_of_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(code_of(page))
     if "init_process_group(" in code_of(page):
-        torchrun(script, folder=tmp_path)
+        (beside_a_server if 'servers="env"' in code_of(page) else torchrun)(script, folder=tmp_path)
     else:
         run([sys.executable, str(script)], tmp_path)
 

@@ -249,8 +249,8 @@ def clan(
     Args:
         model: a `DistributedDataParallel` model.
         recipe: a setting of the paper by name, "onebit", "topk", "randomk", "linear5", "linear7", "natural" or "fp16";
-            or another recipe without a feedback of its own; or a mapping from patterns on parameter names to either,
-            or to "dense".
+            or another recipe without a feedback of its own; or settings, as `TwoShot` or `PushPull`; or a mapping from
+            patterns on parameter names to any of these, or to "dense".
         optimizer: the `thinwire.optim.LANS` in use, to be checked. The paper's runs have `normalize_grad=False`.
         options: cuts, and what stays dense: by default all below 1,024,000 bytes, as in the paper. Small models need a
             lower `min_nbytes`, or nothing is compressed, which the log says.

@@ -5,7 +5,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire import CLAN_OPTIONS, CLAN_SETTINGS, ErrorFeedback, Identity, Plan, PlanOptions, TwoShot
+from thinwire import (
+    CLAN_OPTIONS,
+    CLAN_SETTINGS,
+    ErrorFeedback,
+    Identity,
+    NodePushPull,
+    OneBit,
+    Plan,
+    PlanOptions,
+    PushPull,
+    TwoShot,
+)
 from thinwire.aggregators import Aggregator
 from thinwire.algorithms import clan_recipe
 from thinwire.bench.lock_step import LockStep
@@ -64,9 +75,9 @@ def test_the_papers_threshold_counts_bytes_alone() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("gather/onebit", "through owners, as onebit, topk, .*got 'gather/onebit'"),
-        ("powersgd:2", "through owners, .*got 'powersgd:2'"),
-        ("dense", "through owners, .*got 'dense'"),
+        ("gather/onebit", "through owners or servers, as onebit, topk, .*got 'gather/onebit'"),
+        ("powersgd:2", "through owners or servers, .*got 'powersgd:2'"),
+        ("dense", "through owners or servers, .*got 'dense'"),
         ("topk:0.1@ef21", "plain error feedback, or none, got 'topk:0.1@ef21'"),
         ("onebit@ef:lr", "plain error feedback, or none"),
         ("linear5@nag", "linear5"),
@@ -75,6 +86,15 @@ def test_the_papers_threshold_counts_bytes_alone() -> None:
 def test_what_is_not_clan_is_refused(recipe: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         clan_recipe(recipe)
+
+
+@pytest.mark.parametrize("kind", [PushPull, NodePushPull])
+def test_settings_through_servers_are_clan_too(kind: type[PushPull | NodePushPull]) -> None:
+    """They are the paper's own exchange; what else is asked of settings is asked of them."""
+    one_bit = kind(up=OneBit(), down=OneBit(), feedback=ErrorFeedback())
+    assert clan_recipe(one_bit) is one_bit
+    with pytest.raises(RecipeError, match="plain error feedback, or none, got"):
+        clan_recipe(kind(up=OneBit(), down=OneBit(), feedback=ErrorFeedback(decay=0.5)))
 
 
 # --- algorithm 3 ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """CLAN's settings: what is compressed, how, and with which memory."""
 
-from thinwire.aggregators import Aggregator, Hierarchical, TwoShot
+from thinwire.aggregators import Aggregator, Hierarchical, ThroughServers, TwoShot
 from thinwire.errors import RecipeError
 from thinwire.feedback import ErrorFeedback
 from thinwire.policy import PlanOptions
@@ -27,8 +27,8 @@ def clan_recipe(recipe: str | Aggregator) -> Aggregator:
 
     Args:
         recipe: one of the names, or a recipe or settings whose exchange is the paper's `push_pull`: compressed both
-            ways, with plain error feedback where the kind is contractive (algorithm 4), and without memory where it
-            is unbiased (algorithm 3).
+            ways, through owners or servers, with plain error feedback where the kind is contractive (algorithm 4), and
+            without memory where it is unbiased (algorithm 3).
 
     Raises:
         RecipeError: an unknown recipe, another exchange, or other feedback.
@@ -41,10 +41,10 @@ def clan_recipe(recipe: str | Aggregator) -> Aggregator:
         recipe = parse_recipe(CLAN_SETTINGS.get(recipe, recipe))
     if not isinstance(recipe, Aggregator):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(f"CLAN: expected a recipe or settings of an exchange, got {type(recipe).__name__}")
-    if not isinstance(recipe, TwoShot | Hierarchical):
+    if not isinstance(recipe, TwoShot | Hierarchical | ThroughServers):
         raise RecipeError(
-            f"CLAN: expected an exchange that is compressed both ways through owners, as {', '.join(CLAN_SETTINGS)} or "
-            f"other recipes with 'hier/' or without an aggregator, got {recipe.recipe()!r}"
+            "CLAN: expected an exchange that is compressed both ways through owners or servers, as "
+            f"{', '.join(CLAN_SETTINGS)} or others with 'hier/' or without an aggregator, got {recipe.recipe()!r}"
         )
     if recipe.feedback not in (None, ErrorFeedback()):
         raise RecipeError(
