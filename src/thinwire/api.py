@@ -126,13 +126,13 @@ def attach(
             LOCAL_WORLD_SIZE, where it is the same on all nodes.
         servers: addresses of parameter servers, as ["tcp://10.0.0.1:5555", ...], in the order of their --server-index,
             which then form the mean, for recipes of the two-shot exchange, and with `nodes` for "hier/int8" and the
-            like; or "env", those that `thinwire launch` has started; or `Servers`, with time-outs. See
-            `thinwire server`.
+            like; or "env", those that `thinwire launch` has started; or `Servers`, with time-outs. They need no GPU,
+            whatever device the model is on. See `thinwire server`.
         keys: the folder that `thinwire keys` made for workers; needed where a server is on another machine.
         on_nonfinite: without a scaler, whether `backward` raises on inf or nan, or delivers nan with a log line.
         threads: native threads per kernel call.
         workers: threads that encode and decode different messages; by default as many as `torch.get_num_threads()`, at
-            most 4; beside a GPU, for which they mostly wait, 6.
+            most 4; beside a GPU, for which they mostly wait, 6, or 16 with servers.
         timeout: of each collective; torch's default for gloo if None.
         check_replicas_every: steps between checks that all ranks hold the same parameters, to the bit, frozen ones too;
             0 never checks. A check hashes all parameters before the first bucket of a backward pass and gathers 64

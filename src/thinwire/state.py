@@ -54,14 +54,14 @@ class State:
         for param in plan.params:
             for slot in param.slots:
                 if not slot.owned:
-                    self.whole[slot][param.info.name] = self._zeros(param.info.name, param.slot_numel(slot))
+                    self.whole[slot][param.info.name] = self.zeros(param.info.name, param.slot_numel(slot))
                     continue
                 for partition in param.partitions:
                     if partition.owner == rank:
                         place = partition.name, partition.offset
-                        self.owned[slot][place] = self._zeros(partition.name, partition.numel)
+                        self.owned[slot][place] = self.zeros(partition.name, partition.numel)
 
-    def _zeros(self, name: str, numel: int) -> Tensor:
+    def zeros(self, name: str, numel: int) -> Tensor:
         """Return (numel,) float32 beside a parameter; on the CPU if that has a shape only."""
         where = self._params[name].device
         return torch.zeros(numel, dtype=torch.float32, device="cpu" if where.type == "meta" else where)
@@ -148,7 +148,7 @@ class State:
         if not slot.owned:
             return self.whole[slot]
         gathered = {
-            param.info.name: self._zeros(param.info.name, param.info.numel)
+            param.info.name: self.zeros(param.info.name, param.info.numel)
             for param in self._plan.params
             if slot in param.slots
         }
@@ -209,7 +209,7 @@ class State:
                 logical.copy_(state[slot][name])
         for slot, owned in self.owned.items():
             for name in {name for name, _ in owned}:
-                flat = self._zeros(name, self._plan.by_name[name].info.numel)
+                flat = self.zeros(name, self._plan.by_name[name].info.numel)
                 _logical(flat, self._params[name]).copy_(state[slot][name])
                 for (owned_name, offset), tensor in owned.items():
                     if owned_name == name:

@@ -1,6 +1,7 @@
-"""Lets tests import `world` and `late_device`, which the import mode does not find by itself."""
+"""Lets tests import `world`, `late_device` and `in_one_process`, which the import mode does not find by itself."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), *(str(HERE.parent / folder) for folder in ("distributed", "server"))]

@@ -1,5 +1,6 @@
 """Values on a device that works beside the host: every aggregator sends the same bytes and keeps the same residuals."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exchanges import TABLE, history, ident
+from in_one_process import ServedWorld
 from late_device import HastyDevice, LateDevice
 from world import SHAPES, World, bits, gradients
 
@@ -21,10 +23,11 @@ from thinwire import (
     TopK,
     TwoShot,
 )
-from thinwire.aggregators import Aggregator, Dense, Message, MessageLayout, Staging
+from thinwire.aggregators import Aggregator, Dense, Hierarchical, Message, MessageLayout, Staging
 from thinwire.aggregators.staging import joined
 from thinwire.comm.device import staged
 from thinwire.comm.rounds import AllReduce, Exchange, Transfer
+from thinwire.recipes import parse_recipe
 
 TOP_K = TopK(density=0.1)
 EACH_WAY = [
@@ -74,6 +77,12 @@ class StagedWorld(World):
         return violations
 
 
+class StagedServedWorld(StagedWorld, ServedWorld):
+    """One whose means are formed by servers, which know of no device."""
+
+    __init__ = ServedWorld.__init__
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("aggregator", TABLE, ids=ident)
 def test_a_late_device_changes_no_bit(aggregator: Aggregator, world_size: int) -> None:
@@ -100,6 +109,29 @@ def test_inf_on_one_rank_becomes_nan_on_all_and_changes_nothing(aggregator: Aggr
     world.forget()
     assert world.residuals() == before
     assert world.close() == []
+
+
+SERVED = ["topk:0.05", "topk:0.05@dgc", "int8:stochastic", "topk:0.1+int4", "hier/topk:0.05", "hier:fp16/int8@ef"]
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+def test_a_late_device_changes_no_bit_before_servers(recipe: str) -> None:
+    """Nor does a step that is not finite, which servers must take back."""
+    exchange = parse_recipe(recipe)
+    if isinstance(exchange, Hierarchical):
+        exchange = dataclasses.replace(exchange, node_sizes=(2, 1))
+    host, staged_ = (kind(exchange, 3, 2, message_nbytes=1500) for kind in (ServedWorld, StagedServedWorld))
+    for step in range(4):
+        grads = [gradients(rank, step) for rank in range(3)]
+        if step == 2:
+            grads[1]["gain"][0] = float("inf")
+        assert [bits(values) for values in staged_.run(grads)] == [bits(values) for values in host.run(grads)]
+        staged_.forget()
+        assert staged_.residuals() == host.residuals()
+    assert [(place, kept.tolist()) for place, kept in staged_.owners()] == [
+        (place, kept.tolist()) for place, kept in host.owners()
+    ]
+    assert staged_.close() == []
 
 
 @pytest.mark.parametrize("aggregator", EACH_WAY, ids=ident)

@@ -1,21 +1,25 @@
 """Training beside a device that is late (see `late_device`): the bits of a run without one, and nothing left behind."""
 
 import contextlib
+import os
+import signal
 
 import pytest
 import torch
 from late_device import LateDevice
+from serving import servers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded
 
 import thinwire
-from thinwire.aggregators import work_memory
+from thinwire.aggregators import Message, work_memory
 from thinwire.comm.device import Failure
-from thinwire.comm.process_group import DEPTH
-from thinwire.errors import AttachError
+from thinwire.comm.process_group import DEPTH, SERVED_DEPTH
+from thinwire.errors import AttachError, PlanError
 from thinwire.integrations import ddp
 from thinwire.integrations.stateless import StatelessHook
+from thinwire.server.client import Servers
 
 RECIPES = [
     *("int8:stochastic", "int4", "topk:0.05", "onebit", "gather/onebit", "sum/randomk:0.25:fp32", "global:8"),
@@ -34,12 +38,13 @@ def beside_a_device(**kwargs):
         ddp._device = found
 
 
-def _steps(rank, recipe, *, beside, steps=3):
+def _steps(rank, recipe, *, beside, addresses=None, nodes=1, steps=3):
     model = DDP(seeded(Tower), bucket_cap_mb=0.01)
     seen = []
     with beside_a_device() if beside else contextlib.nullcontext() as device:
-        nodes = 1 if recipe.startswith("hier") else None
-        with attached(model, recipe, nodes=nodes, workers=6 if beside else None) as link:
+        depth = DEPTH if addresses is None else SERVED_DEPTH
+        nodes = nodes if recipe.startswith("hier") else None
+        with attached(model, recipe, nodes=nodes, servers=addresses, workers=depth if beside else None) as link:
             for step in range(steps):
                 model.zero_grad()
                 loss(model, batch(rank, step)).backward()
@@ -52,7 +57,7 @@ def _steps(rank, recipe, *, beside, steps=3):
     if beside:
         device.close()
         assert device.num_copies > 0
-        assert 0 < stats["pinned_nbytes"] <= 2 * DEPTH * max(64, link.plan.buffers_nbytes(rank))  # in powers of two
+        assert 0 < stats["pinned_nbytes"] <= 2 * depth * max(64, link.plan.buffers_nbytes(rank))  # in powers of two
     else:
         assert stats["pinned_nbytes"] == 0
     kept = [t for slot in ("worker", "owner", "momentum", "estimate", "mean") for _, t in sorted(state[slot].items())]
@@ -65,6 +70,22 @@ def _as_without(rank, world_size, recipes):
 
 def test_training_is_as_without_a_device(ranks):
     assert ranks(2).run(_as_without, RECIPES) == [[True] * len(RECIPES)] * 2
+
+
+SERVED = ["topk:0.05", "int8:stochastic", "onebit", "topk:0.05@dgc", "dense until 1 then int4", "hier/topk:0.05"]
+
+
+def _served_as_without(rank, world_size, addresses, recipes):
+    where = {"addresses": addresses, "nodes": (2, 1)}
+    return [_steps(rank, r, beside=True, **where) == _steps(rank, r, beside=False, **where) for r in recipes]
+
+
+def test_training_through_servers_is_as_without_a_device(ranks):
+    """Servers form means of bytes, and know of no device."""
+    with servers(3, 2) as started:
+        addresses = [server.address for server in started]
+        assert ranks(3).run(_served_as_without, addresses, SERVED) == [[True] * len(SERVED)] * 3
+        assert [server.output() for server in started] == ["", ""]
 
 
 def _conserved(rank, world_size, recipe):
@@ -152,6 +173,43 @@ def test_an_error_ends_backward_everywhere(ranks):
     assert "the device broke" in second
 
 
+def _without_its_server(rank, world_size, address, pid):
+    """What a server takes along with it is undone on the exchanges' stream, behind what the step has queued there."""
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    where = Servers(addresses=(address,), heartbeat_s=0.2, heartbeat_timeout_s=2.0)
+    with beside_a_device() as device, pytest.MonkeyPatch.context() as patch:
+        restore = Message.restore
+
+        def checked(message):
+            device.check(device.inside, "residuals were put back off the exchanges' stream")
+            restore(message)
+
+        patch.setattr(Message, "restore", checked)
+        link = thinwire.attach(model, "topk:0.05", servers=where, options=ALL, workers=SERVED_DEPTH)
+        for step in range(3):
+            loss(model, batch(rank, step)).backward()
+        before = link.state_dict()
+        torch.distributed.barrier()  # both have their state
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError):
+            loss(model, batch(rank, 3)).backward()
+        after = link.state_dict()
+        device.mark().synchronize()
+        device.close()
+    assert after["step"] == before["step"] == 3
+    return [digest(t for _, t in sorted(state["worker"].items())) for state in (before, after)], str(link.error)
+
+
+def test_a_lost_server_leaves_what_was_kept(ranks):
+    with servers(2, 1) as (server,):
+        results = ranks(2).run(_without_its_server, server.address, server.process.pid)
+        server.process.wait(5)
+    for (before, after), error in results:
+        assert before == after
+        assert "server 0" in error
+
+
 def test_futures_of_a_device_can_hold_any_error():
     extracted = torch._jit_internal._extract_tensors(Failure(Unpicklable("x")))  # what they do with their value
     assert extracted == []
@@ -198,6 +256,19 @@ def _elsewhere(rank, world_size):
     with pytest.raises(AttachError) as second:
         thinwire.attach(model, "int8")
     return str(first.value), str(second.value)
+
+
+def _over_nccl(rank, world_size, addresses):
+    with pytest.MonkeyPatch.context() as patch, beside_a_device():
+        patch.setenv("THINWIRE_TRANSPORT", "nccl" if rank == 1 else "mesh")
+        with pytest.raises((AttachError, PlanError)) as error:
+            thinwire.attach(DDP(seeded(Tower)), "int8", servers=addresses)
+    return str(error.value)
+
+
+def test_nccl_and_servers_do_not_go_together(ranks):
+    for message in ranks(2).run(_over_nccl, ["tcp://127.0.0.1:9"]):
+        assert "THINWIRE_TRANSPORT=nccl: what goes to servers leaves from memory of the host" in message
 
 
 def test_other_devices_and_several_are_refused(ranks):

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+from serving import servers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded
@@ -99,6 +100,20 @@ def test_the_bits_are_those_of_the_cpu(ranks, recipe):
 def test_parameters_of_16_bits(ranks, recipe, dtype):
     results = ranks(2).run(_as_on_cpu, recipe, dtype, timeout=240)
     assert [same for same, _ in results] == [True, True]
+
+
+def _through_servers(rank, world_size, recipe, addresses):
+    cpu, cuda = (given_steps(rank, recipe, device, servers=addresses) for device in ("cpu", "cuda"))
+    return cpu[:2] == cuda[:2], cuda[0]
+
+
+@pytest.mark.parametrize("recipe", ["int8:stochastic", "topk:0.05", "topk:0.05@dgc", "hier/int8"])
+def test_the_bits_through_servers_are_those_of_the_cpu(ranks, recipe):
+    with servers(3, 2) as started:
+        addresses = [server.address for server in started]
+        results = ranks(3).run(_through_servers, recipe, addresses, timeout=240)
+    assert [same for same, _ in results] == [True] * 3
+    assert len({bits for _, bits in results}) == 1
 
 
 def _conserved(rank, world_size, recipe):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from world import World, gradients
 
-from thinwire.aggregators import Hierarchical, Message, NodePushPull, PushPull, TwoShot
+from thinwire.aggregators import Hierarchical, NodePushPull, PushPull, TwoShot
 from thinwire.comm.local import check_round, move
 from thinwire.comm.rounds import Exchange, Pull, Push, SendRecv, Transfer
 from thinwire.plan import Plan
@@ -149,7 +149,7 @@ class ServedWorld(World):
         values = [{name: g.clone() for name, g in own.items()} for own in grads]
         self.messages = []
         for layout in self.plan.messages(self.order or list(self.shapes)):
-            messages = [Message(layout, [], rank, self.step) for rank in range(self.world_size)]
+            messages = [self.message(layout, rank) for rank in range(self.world_size)]
             for rank, message in enumerate(messages):
                 message.undelivered = self.undelivered
                 message.loss_scale = self.loss_scales[rank] if self.loss_scales else loss_scale
@@ -160,9 +160,7 @@ class ServedWorld(World):
                         block.residual_scale = p.aggregator.feedback.residual_scale(unit_ratio)
                     block.used = p.name not in (unused or {}).get(rank, ())
                     message.blocks.append(block)
-            kind = type(layout.partitions[0].aggregator)
-            exchanges = [kind.exchange(message) for message in messages]
-            self.cluster.run(exchanges, layout, self.arrival)
+            self.cluster.run([self.exchange(message) for message in messages], layout, self.arrival)
             self.messages.append(messages)
         self.step += 1
         return values

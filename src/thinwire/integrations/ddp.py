@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import logging
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,7 +16,7 @@ from thinwire.aggregators import Gather, Hierarchical, NodePushPull, ThroughServ
 from thinwire.allocate import Allocate
 from thinwire.auto import Auto, read_auto
 from thinwire.comm.device import Cuda, Device
-from thinwire.comm.process_group import DEPTH, OverlappedDriver, common_group
+from thinwire.comm.process_group import DEPTH, SERVED_DEPTH, OverlappedDriver, common_group
 from thinwire.errors import AttachError, PlanError, RecipeError
 from thinwire.feedback import MomentumCorrection
 from thinwire.integrations.agreement import agree
@@ -69,7 +70,8 @@ def make_link(
     where = next((param.device for param in params if param.requires_grad), None)
     if workers is None:
         # Beside a device a worker mostly waits, first of all for gradients; others must not wait for it.
-        workers = DEPTH if where is not None and where.type == "cuda" else min(4, torch.get_num_threads())
+        depth = DEPTH if servers is None else SERVED_DEPTH
+        workers = depth if where is not None and where.type == "cuda" else min(4, torch.get_num_threads())
     # What is wrong with the arguments is said below, on all ranks; until then the driver must come up.
     served = None if servers is None else servers.connect(group, max(1, workers), timeout)
     driver = served or OverlappedDriver(group, workers=max(1, workers), timeout=timeout, device=where)
@@ -84,8 +86,11 @@ def make_link(
             raise AttachError(
                 f"{type(recipe).__name__}: not supported with servers; expected one recipe, patterns, or a schedule"
             )
-        if servers is not None and not all(param.is_cpu for param in model.parameters()):
-            raise AttachError("servers: expected a model on the CPU; exchange between ranks, without servers")
+        if servers is not None and os.environ.get("THINWIRE_TRANSPORT") == "nccl":
+            raise AttachError(
+                "THINWIRE_TRANSPORT=nccl: what goes to servers leaves from memory of the host; unset it, or attach "
+                "without servers"
+            )
         if isinstance(recipe, Allocate | Auto) and not all(param.is_cpu for param in model.parameters()):
             raise AttachError(
                 f"{type(recipe).__name__}: expected a model on the CPU; on GPUs take a recipe, patterns, or a schedule"

@@ -196,9 +196,11 @@ class Link:
         """Undo the step that failed, once no thread is at work on it any more."""
         self._driver.close()
         if (step := self._begun) is not None:
-            for message in step.messages:
-                message.restore()
-                message.forget()
+            with self._queue():  # behind what the failed step has queued there
+                for message in step.messages:
+                    message.restore()
+                    message.forget()
+            self._wait_for_device()
             step.messages.clear()
         self._step = None
 

@@ -41,7 +41,7 @@ class OwedByServers:
     def read(self) -> dict[str, Tensor]:
         """Return this rank's share, zero elsewhere, in the shapes of parameters."""
         found = self._driver.read_residuals(self._share, self._state.loss_scale, self._state.step)
-        whole = {name: torch.zeros(numel, dtype=torch.float32) for name, numel in self._numel.items()}
+        whole = {name: self._state.zeros(name, numel) for name, numel in self._numel.items()}
         for p, residual in zip(self._share, found, strict=True):
             whole[p.name][p.offset : p.offset + p.numel] = residual
         return {name: self._state.in_shape(name, flat) for name, flat in whole.items()}
