@@ -33,10 +33,15 @@ class ServerProcess:
 
 
 def start(
-    num_workers: int, index: int = 0, num: int = 1, *arguments: str, bind: str = "tcp://127.0.0.1:0"
+    num_workers: int,
+    index: int = 0,
+    num: int = 1,
+    *arguments: str,
+    bind: str = "tcp://127.0.0.1:0",
+    program: Sequence[str] = ("-m", "thinwire"),
 ) -> ServerProcess:
     log = tempfile.NamedTemporaryFile(mode="w+", prefix="server-", suffix=".log")  # noqa: SIM115  # kept open
-    command = [sys.executable, "-m", "thinwire", "server", "--bind", bind, "--num-workers", str(num_workers)]
+    command = [sys.executable, *program, "server", "--bind", bind, "--num-workers", str(num_workers)]
     process = subprocess.Popen(
         [*command, "--server-index", f"{index}/{num}", *arguments], stdout=subprocess.PIPE, stderr=log, text=True
     )
@@ -52,12 +57,14 @@ def start(
 
 
 @contextmanager
-def servers(num_workers: int, num: int = 1, *arguments: str) -> Iterator[Sequence[ServerProcess]]:
-    """Give `num` servers; they must end by themselves when they are asked to."""
+def servers(num_workers: int, num: int = 1, *arguments: str, dying: str = "") -> Iterator[Sequence[ServerProcess]]:
+    """Give `num` servers, which must end by themselves when asked to; the last dies at a stage if `dying` names one."""
     started: list[ServerProcess] = []
     try:
         for index in range(num):
-            started.append(start(num_workers, index, num, *arguments))
+            dies = dying and index == num - 1
+            program = [str(Path(__file__).with_name("dying_server.py")), dying] if dies else ["-m", "thinwire"]
+            started.append(start(num_workers, index, num, *arguments, program=program))
         yield started
         for one in started:
             if one.process.poll() is None:

@@ -200,12 +200,17 @@ def test_what_is_delivered_and_owed_is_what_was_given(ranks, world_size, recipe)
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
-def _train_until_it_fails(rank, world_size, addresses, folder, victim, stage):
+def _train_until_it_fails(rank, world_size, addresses, folder, victim, stage, pid=None):
+    """Train until this rank is told that a worker, or a server, is lost; rank 0 kills `pid` between two rounds."""
     model = DDP(seeded(Tower), bucket_cap_mb=0.01)
     with attached(model, "topk:0.05", servers=_quick(addresses)) as link:
         for step in range(1000):
             if step == 3 and rank == victim:
                 _die_at(stage)
+            if step == 3 and pid is not None:
+                torch.distributed.barrier()  # all have their means
+                if rank == 0:
+                    os.kill(pid, signal.SIGKILL)
             started = time.monotonic()
             try:
                 loss(model, batch(rank, step)).backward()
@@ -214,9 +219,6 @@ def _train_until_it_fails(rank, world_size, addresses, folder, victim, stage):
                 with open(f"{folder}/{rank}", "w") as file:
                     file.write(f"{seconds}\n{type(link.error).__name__}\n{error}")
                 os._exit(0)  # what becomes of DDP with a rank lost is not tested here
-            if rank == 0 and step == 3:
-                with open(f"{folder}/step", "w"):
-                    pass
             time.sleep(0.02)
     raise AssertionError("it never failed")
 
@@ -272,31 +274,26 @@ def test_a_worker_that_dies_is_named(ranks, tmp_path, stage):
         assert "worker 1 said nothing for 3 s" in message
 
 
-def test_a_server_that_dies_is_an_error_on_all_workers(ranks, tmp_path):
-    with servers(2, 2, "--heartbeat-timeout", "3") as started:
-        pid = started[1].process.pid
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "pushed",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("push", "encode", "encoded", "answered", "between")),
+    ],
+)
+def test_a_server_that_dies_is_an_error_on_all_workers(ranks, tmp_path, stage):
+    """Whatever of a round has come to it; `dying_server` says what the stages are."""
+    between = stage == "between"
+    with servers(2, 2, "--heartbeat-timeout", "3", dying="" if between else stage) as started:
         addresses = [server.address for server in started]
-        ranks(2).outcomes(_kill_and_train, addresses, str(tmp_path), pid, timeout=60, grace=LIMIT_S)
-        started[1].process.wait(5)
+        pid = started[1].process.pid if between else None
+        ranks(2).outcomes(_train_until_it_fails, addresses, str(tmp_path), None, stage, pid, timeout=60, grace=LIMIT_S)
+        assert started[1].process.wait(5) == -signal.SIGKILL
     stories = _stories(tmp_path, (0, 1))
     assert {kind for kind, _ in stories.values()} <= {"ServerError", "RankLostError"}
     assert any("server 1 at tcp://127.0.0.1" in message for _, message in stories.values())
     # One may hear first that the other gave up, and why.
     assert all("server 1" in message and "said nothing for 3 s" in message for _, message in stories.values())
-
-
-def _kill_and_train(rank, world_size, addresses, folder, pid):
-    if rank == 0:
-        import threading
-
-        threading.Thread(target=_kill_soon, args=(folder, pid), daemon=True).start()
-    _train_until_it_fails(rank, world_size, addresses, folder, None, "")
-
-
-def _kill_soon(folder, pid):
-    while not os.path.exists(f"{folder}/step"):
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
 
 
 def _go_on_without(rank, world_size, addresses, folder):
