@@ -128,20 +128,25 @@ def test_other_dtypes_and_a_skipped_step(ranks):
             assert plain == served
 
 
-def _schedule(rank, world_size, addresses):
-    digests = []
-    for where in (None, addresses):
-        model = DDP(seeded(Tower), bucket_cap_mb=0.01)
-        with attached(model, "dense until 2 then topk:0.05 until 4 then int8", servers=where):
-            digests.append(train(model, rank, range(6)))
-    return digests
+def _uncompressed(rank, world_size, addresses):
+    """Dense phases of a schedule go through owners without servers, too; `dense` alone is DDP's all-reduce there."""
+    schedule = "dense until 2 then topk:0.05 until 4 then int8"
+    found = []
+    for recipe, served in ((schedule, schedule), ("identity", "dense"), ("fp16", "dense:fp16")):
+        digests = []
+        for where, one in ((None, recipe), (addresses, served)):
+            model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+            with attached(model, one, servers=where):
+                digests.append(train(model, rank, range(6)))
+        found.append(digests)
+    return found
 
 
-@pytest.mark.slow
-def test_a_schedule(ranks):
-    with servers(2) as started:
-        for _, served in (results := ranks(2).run(_schedule, [server.address for server in started])):
-            assert served == results[0][1]
+def test_dense_steps_through_servers_sum_in_the_order_of_ranks(ranks):
+    with servers(3) as started:
+        results = ranks(3).run(_uncompressed, [server.address for server in started])
+    assert results == [results[0]] * 3
+    assert all(plain == served for plain, served in results[0])
 
 
 def _resumed(rank, world_size, addresses, recipe):
@@ -175,25 +180,38 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks):
                 assert whole == resumed
 
 
-def _conserved(rank, world_size, addresses, recipe):
+def _conserved(rank, world_size, addresses, method, recipe):
     model = DDP(seeded(Tower), bucket_cap_mb=0.01)
-    with attached(model, recipe, servers=addresses) as link:
-        ledger = Ledger(model, link)
-        for step in range(4):
-            ledger.expect(loss(model.module, batch(rank, step)))
-            model.zero_grad()
-            loss(model, batch(rank, step)).backward()
-            ledger.got()
-        return ledger.error()
+    optimizer = thinwire.optim.LANS(model.parameters(), lr=0.01)
+    link = getattr(thinwire, method)(model, recipe, servers=addresses, options=ALL)
+    ledger = Ledger(model, link)
+    for step in range(4):
+        ledger.expect(loss(model.module, batch(rank, step)))
+        optimizer.zero_grad()
+        loss(model, batch(rank, step)).backward()
+        ledger.got()
+        optimizer.step()
+    error = ledger.error()
+    link.close()
+    return error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("recipe", ["topk:0.05", "onebit"])
-def test_what_is_delivered_and_owed_is_what_was_given(ranks, world_size, recipe):
+@pytest.mark.parametrize(
+    ("method", "recipe", "world_size"),
+    [
+        ("clan", "onebit", 3),
+        *(
+            pytest.param(method, recipe, world_size, marks=pytest.mark.slow)
+            for method, recipe in (("attach", "topk:0.05"), ("attach", "onebit"), ("clan", "topk"))
+            for world_size in (1, 2, 3, 4, 5)
+        ),
+    ],
+)
+def test_what_is_delivered_and_owed_is_what_was_given(ranks, method, recipe, world_size):
     """Algorithm 4 of the CLAN paper with real servers, uneven partitions."""
     with servers(world_size, 2) as started:
-        for error in ranks(world_size).run(_conserved, [server.address for server in started], recipe):
+        addresses = [server.address for server in started]
+        for error in ranks(world_size).run(_conserved, addresses, method, recipe):
             assert error < 1e-5
 
 
