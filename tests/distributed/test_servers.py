@@ -1,10 +1,12 @@
 """Training through real servers: the bits of `TwoShot`, and an error for everybody when anybody dies."""
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -16,7 +18,9 @@ from training import ALL, Ledger, Tower, attached, batch, digest, gradients, los
 
 import thinwire
 from thinwire.errors import PlanError, RankLostError, ServerError, StateError
+from thinwire.server.channel import Channel
 from thinwire.server.client import ServerDriver, Servers
+from thinwire.server.protocol import Kind
 
 RECIPES = [
     "int8",
@@ -213,6 +217,79 @@ def test_what_is_delivered_and_owed_is_what_was_given(ranks, method, recipe, wor
         addresses = [server.address for server in started]
         for error in ranks(world_size).run(_conserved, addresses, method, recipe):
             assert error < 1e-5
+
+
+# --- a worker that is late ------------------------------------------------------------------------------------------
+
+LATE = range(2, 5)  # steps; after the first of all DDP makes its buckets anew, which takes all ranks
+
+
+def _take_late(rank, folder, how, patch):
+    """Have rank 1 take the means of a step only once rank 0 has pushed in the next; return where to note the step.
+
+    If it `reads` late they wait in the sockets; if it `asks` late the servers have to keep them.
+    """
+    now, send, take_all = [0], Channel.send, Channel._take_all
+
+    def is_late():
+        return now[0] in LATE and not os.path.exists(f"{folder}/{now[0] + 1}")
+
+    def send_and_note(channel, server, kind, **what):
+        send(channel, server, kind, **what)
+        if kind == Kind.PUSH:
+            open(f"{folder}/{now[0]}", "w").close()
+
+    def send_and_ask_late(channel, server, kind, **what):
+        if kind != Kind.PUSH:
+            return send(channel, server, kind, **what)
+        send(channel, server, kind, **{**what, "flags": 0})
+        ask = functools.partial(send, channel, server, Kind.PULL, content=what["content"], round_=what["round_"])
+        return threading.Thread(target=_once, args=(is_late, ask)).start()
+
+    def take_late(channel, server, socket):
+        if is_late():
+            time.sleep(0.005)  # the thread goes on: pushes have to leave
+        else:
+            take_all(channel, server, socket)
+
+    if rank == 0:
+        patch.setattr(Channel, "send", send_and_note)
+    elif rank == 1 and how == "asks":
+        patch.setattr(Channel, "send", send_and_ask_late)
+    elif rank == 1:
+        patch.setattr(Channel, "_take_all", take_late)
+    return now
+
+
+def _once(is_late, ask):
+    while is_late():
+        time.sleep(0.005)
+    ask()
+
+
+def _with_a_late_one(rank, world_size, addresses, folder, how):
+    digests = []
+    for where in (None, addresses):
+        model, seen = DDP(seeded(Tower), bucket_cap_mb=0.01), []
+        with pytest.MonkeyPatch.context() as patch, attached(model, "topk:0.05", servers=where) as link:
+            now = _take_late(rank, folder, how, patch)
+            for step in range(LATE.stop + 1):
+                now[0] = step
+                model.zero_grad()
+                loss(model, batch(rank, step)).backward()
+                seen += gradients(model)
+            assert where is None or not link._driver.refused
+        digests.append(digest(seen))
+    return digests
+
+
+@pytest.mark.parametrize("how", ["asks", pytest.param("reads", marks=pytest.mark.slow)])
+def test_a_worker_a_round_ahead_changes_nothing_for_a_late_one(ranks, tmp_path, how):
+    with servers(2) as (server,):
+        results = ranks(2).run(_with_a_late_one, [server.address], str(tmp_path), how, timeout=100)
+        assert server.output() == ""  # nothing was refused
+    assert results == [[results[0][0]] * 2] * 2
+    assert all((tmp_path / str(step + 1)).exists() for step in LATE)
 
 
 # --- deaths ---------------------------------------------------------------------------------------------------------
