@@ -42,6 +42,7 @@ def start_servers(here: int, num_workers: int) -> Servers:
     for number in range(first, first + here):
         command = [sys.executable, "-W", "ignore", "-m", "thinwire", "server", "--bind", f"tcp://{host}:0"]
         command += ["--num-workers", str(num_workers), "--server-index", f"{number}/{sum(counts)}"]
+        command += ["--grace", "1"]  # by then all ranks are done, or have failed
         server = subprocess.Popen([*command, "--keys", str(keys / "server")], stdout=subprocess.PIPE, text=True)
         _running.append(server)
         assert server.stdout is not None

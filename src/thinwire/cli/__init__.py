@@ -6,6 +6,7 @@ Every module here has ``add_parser(subparsers)`` and ``run(args) -> int``. Exit 
 
 import argparse
 import importlib
+import signal
 import sys
 
 COMMANDS = (
@@ -25,6 +26,17 @@ COMMANDS = (
     "keys",
     "launch",
 )
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that what was started is ended."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, interrupt)
 
 
 def main(argv: list[str] | None = None) -> int:

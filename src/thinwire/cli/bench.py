@@ -237,6 +237,14 @@ def positive(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """A number from 0 on."""
+    value = _number(float, text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
+    return value
+
+
 def positive_int(text: str) -> int:
     """A whole number above 0."""
     value = _number(int, text)

@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from thinwire.cli import interrupt_on_signals
 from thinwire.cli.bench import check_writable, positive_int
 from thinwire.errors import LabError
 from thinwire.lab.clean import clean
@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json == "-" else sys.stdout
     if args.json and args.json != "-":
         check_writable(Path(args.json))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     try:
         result, lab = _run_in_lab(args, command_line(program), out)
     except KeyboardInterrupt:
@@ -158,10 +157,6 @@ def _nodes(text: str) -> int:
     if nodes > MAX_NODES:
         raise argparse.ArgumentTypeError(f"expected 1 to {MAX_NODES} hosts, got {text!r}")
     return nodes
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _change(lab: Lab, rate: NodeRates, out: Any) -> None:

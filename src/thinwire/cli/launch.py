@@ -1,10 +1,15 @@
 """``thinwire launch``: workers through torchrun, with parameter servers beside them."""
 
 import argparse
+import functools
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+from thinwire.cli import interrupt_on_signals
 from thinwire.cli.bench import argument, positive_int
+from thinwire.cli.server import add_options, option_arguments, parse_metrics
 from thinwire.server.cpus import parse_cpus_or_all
 
 
@@ -15,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="start workers through torchrun, with parameter servers on the same nodes",
         description=(
             "Run on every node, with its own --node-rank. Workers attach with thinwire.attach(model, recipe, "
-            "servers='env'). Everything on a node ends together."
+            "servers='env'). When a node's workers have ended, its servers serve those of others until all have."
         ),
     )
     parser.add_argument("--servers-per-node", type=positive_int, default=2, help="default: 2")
@@ -27,8 +32,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--port", type=positive_int, default=5555, help="of a node's first server (default: 5555)")
     parser.add_argument("--master-port", type=positive_int, default=29500, help="torchrun's (default: 29500)")
     parser.add_argument("--keys", type=Path, metavar="FOLDER", help="that `thinwire keys` made; free on one machine")
-    parser.add_argument("--on-worker-loss", choices=("fail", "continue"), default="fail", help="default: fail")
     parser.add_argument("--threads", type=positive_int, default=1, help="of every server (default: 1)")
+    add_options(parser)
+    parser.add_argument(
+        "--metrics",
+        type=argument(parse_metrics),
+        metavar="[HOST:]PORT",
+        help="Prometheus numbers of a node's first server; the others follow, each a port on (default host: 127.0.0.1)",
+    )
     parser.add_argument(
         "--cpu-affinity",
         type=argument(parse_cpus_or_all),
@@ -49,9 +60,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run servers and workers of this node."""
+    from thinwire.lab.linux import die_with_parent
     from thinwire.server.launch import Launch
     from thinwire.server.launch import run as launch
 
+    interrupt_on_signals()
+    # Where this process is killed it can end nobody: then the kernel asks them.
+    prepare = functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None
     return launch(
         Launch(
             hosts=tuple(args.hosts.split(",")),
@@ -64,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
             threads=args.threads,
             cpus=None if args.cpu_affinity is None else frozenset(args.cpu_affinity),
             leader_share=args.leader_share,
-            server_arguments=("--on-worker-loss", args.on_worker_loss),
+            metrics=args.metrics,
+            grace_s=args.grace,
+            server_arguments=option_arguments(args),
             script=(args.script, *args.arguments),
-        )
+        ),
+        prepare,
     )

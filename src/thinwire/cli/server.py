@@ -1,6 +1,7 @@
 """``thinwire server``: a parameter server."""
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -10,11 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.bench import argument, positive, positive_int
+from thinwire.cli.bench import argument, not_negative, positive, positive_int
 from thinwire.server.cpus import check_cpus, format_cpus, parse_cpus
 
 if TYPE_CHECKING:
     from thinwire.server.metrics import StatusLine
+    from thinwire.server.process import Server
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,6 +44,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--keys", metavar="FOLDER", type=Path, help="FOLDER/server of `thinwire keys`; free on loopback"
     )
     parser.add_argument("--threads", type=positive_int, default=1, help="that decode and encode (default: 1)")
+    add_options(parser)
+    parser.add_argument(
+        "--metrics",
+        type=argument(parse_metrics),
+        metavar="[HOST:]PORT",
+        help="Prometheus numbers at http://HOST:PORT/metrics, for whoever can reach it (default host: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--cpu-affinity",
+        type=argument(parse_cpus),
+        metavar="CPUS",
+        help="processors to run on, such as 0,2-5 (default: all)",
+    )
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `thinwire launch` takes for its servers, too, and hands on (`option_arguments`; it knows the grace)."""
     parser.add_argument(
         "--on-worker-loss",
         choices=("fail", "continue"),
@@ -58,16 +78,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--heartbeat-timeout", type=positive, default=30.0, help="seconds of silence after which a worker is lost"
     )
     parser.add_argument(
-        "--metrics", type=int, metavar="PORT", help="Prometheus numbers at http://127.0.0.1:PORT/metrics"
+        "--grace",
+        type=not_negative,
+        default=60.0,
+        metavar="SECONDS",
+        help="for a run that is under way when SIGTERM, SIGHUP or Ctrl-C comes; the same signal again ends it "
+        "(default: 60)",
     )
     parser.add_argument("--status", type=positive, metavar="SECONDS", help="print a line of numbers every so often")
-    parser.add_argument(
-        "--cpu-affinity",
-        type=argument(parse_cpus),
-        metavar="CPUS",
-        help="processors to run on, such as 0,2-5 (default: all)",
+
+
+def option_arguments(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command line that gives what `add_options` has read, but the grace."""
+    status = () if args.status is None else ("--status", str(args.status))
+    return (
+        *("--on-worker-loss", args.on_worker_loss, "--order", args.order),
+        *("--heartbeat-timeout", str(args.heartbeat_timeout), *status),
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,24 +119,56 @@ def run(args: argparse.Namespace) -> int:
         heartbeat_timeout_s=args.heartbeat_timeout,
         threads=args.threads,
     )
-    server = Server(args.bind, options, None if args.keys is None else ServerKeys.read(args.keys))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
+    server = Server(args.bind, options, None if args.keys is None else ServerKeys.read(args.keys), args.grace)
+    _stop_on_signals(server, args.grace)
     print(f"server {index} of {num} for {args.num_workers} workers{where} at {server.address}", flush=True)
-    if args.metrics is not None:
-        port = serve_metrics(server, args.metrics)
-        print(f"metrics at http://127.0.0.1:{port}/metrics", flush=True)
-    if args.status is not None:
-        threading.Thread(target=_say, args=(StatusLine(server), args.status), daemon=True).start()
-    server.run()
+    with contextlib.closing(server):
+        if args.metrics is not None:
+            host, port = args.metrics
+            port = serve_metrics(server, port, host)
+            print(f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics", flush=True)
+        if args.status is not None:
+            threading.Thread(target=_say, args=(StatusLine(server), args.status), daemon=True).start()
+        server.run()
     print(f"served {server.service.counts['rounds']} rounds", file=sys.stderr)
     return 0
+
+
+def _stop_on_signals(server: "Server", grace_s: float) -> None:
+    """Let a signal end the server when its run is over, and the same one again at once.
+
+    Two different ones are no haste: a cluster's manager may have signalled every process, before `thinwire launch`,
+    which heard it too, asks its servers.
+    """
+    seen = set[int]()
+
+    def stop(number: int, _: object) -> None:
+        server.stop(at_once=number in seen)
+        if not (seen or server.service.is_over):  # not by print, in whose middle the signal may have come
+            os.write(2, f"serving on until the run is over, for {grace_s:g} s at most; again to end now\n".encode())
+        seen.add(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup stays in force
+            signal.signal(number, stop)
 
 
 def _say(status: "StatusLine", every_s: float) -> None:
     while True:
         time.sleep(every_s)
         print(status.line(), file=sys.stderr, flush=True)
+
+
+def parse_metrics(text: str) -> tuple[str, int]:
+    """Read where to answer Prometheus.
+
+    >>> parse_metrics("9100"), parse_metrics("0.0.0.0:9100"), parse_metrics("[::]:9100")
+    (('127.0.0.1', 9100), ('0.0.0.0', 9100), ('::', 9100))
+    """
+    found = re.fullmatch(r"(?:(?P<host>\[[0-9a-fA-F:]+\]|[\w.-]+):)?(?P<port>\d{1,5})", text)
+    if found is None or int(found["port"]) > 65535:
+        raise ValueError(f"expected a port, such as 9100, or HOST:PORT, such as 0.0.0.0:9100, got {text!r}")
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
 def parse_index(text: str) -> tuple[int, int]:

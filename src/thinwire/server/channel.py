@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.errors import PlanError, RankLostError, ServerError, WireError
 from thinwire.server.keys import WorkerKeys
 from thinwire.server.protocol import Clocks, Failure, Hello, Kind
-from thinwire.server.sockets import Wake, check_address, send_frame, set_up, zmq_module
+from thinwire.server.sockets import Wake, check_address, join, send_frame, set_up, zmq_module
 from thinwire.wire import Data, Frame, parse_frame
 
 _ERRORS: dict[str, type[Exception]] = {"plan": PlanError, "lost": RankLostError}
@@ -79,13 +79,12 @@ class Channel:
         zmq = zmq_module()
         self._context = zmq.Context()
         self._sockets: list[Any] = []
-        for address in addresses:
-            socket = self._context.socket(zmq.DEALER)
-            set_up(socket, check_address(address))
-            if keys is not None:
-                keys.use(socket)
-            socket.connect(address)
-            self._sockets.append(socket)
+        try:
+            for address in addresses:
+                self._sockets.append(self._connect(address, keys))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._wake, self._outbox = Wake(), deque[tuple[int, Frame]]()
         self._awaited: dict[tuple[int, int, int], Awaited] = {}
         self._lock = threading.Lock()
@@ -97,6 +96,18 @@ class Channel:
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="thinwire-channel", daemon=True)
         self._thread.start()
+
+    def _connect(self, address: str, keys: WorkerKeys | None) -> Any:
+        zmq = zmq_module()
+        socket = self._context.socket(zmq.DEALER)
+        set_up(socket, check_address(address))
+        try:
+            if keys is not None:
+                keys.use(socket)
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ServerError(f"servers: cannot connect to {address}: {error}; expected tcp://HOST:PORT") from error
+        return socket
 
     # --- any thread -------------------------------------------------------------------------------------------------
 
@@ -218,9 +229,9 @@ class Channel:
             except zmq.Again:
                 return
             try:
-                if len(parts) != 2:
+                if len(parts) < 2:
                     raise WireError(f"expected a header and a payload, got {len(parts)} parts")
-                self._take(server, parse_frame(parts[0].bytes, parts[1].buffer))
+                self._take(server, parse_frame(parts[0].bytes, join(parts[1:])))
             except WireError as error:
                 self.refused["malformed"] += 1
                 self._end(ServerError(f"{self._name(server)} sent what cannot be read: {error}"))

@@ -6,6 +6,7 @@ public one. A secret key never has to leave the folder it is made in.
 """
 
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def _read(path: Path) -> bytes:
         ) from error
     if len(key) != 40:
         raise ServerError(f"{path}: expected a key of 40 characters, got {len(key)}")
+    zmq_module()
+    from zmq.utils import z85
+
+    try:
+        z85.decode(key)
+    except (KeyError, struct.error):
+        raise ServerError(
+            f"{path}: expected a key in Z85, got other characters; copy the file again, or make keys with  thinwire "
+            "keys FOLDER"
+        ) from None
     return key
 
 
@@ -75,12 +86,12 @@ class ServerKeys:
         zmq_module()
         from zmq.auth.thread import ThreadAuthenticator
 
-        gate = ThreadAuthenticator(context)
-        gate.start()
-        gate.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
         socket.zap_domain = DOMAIN.encode()
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
+        gate = ThreadAuthenticator(context)
+        gate.start()
+        gate.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
         return gate
 
     def callback(self, domain: str, key: bytes) -> bool:

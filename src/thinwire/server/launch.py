@@ -1,20 +1,23 @@
-"""Parameter servers beside the workers of a node: started with them, ended with them."""
+"""Parameter servers beside the workers of a node: started with them, ended when nobody needs them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.errors import ServerError
 from thinwire.server.cpus import check_cpus, describe, format_cpus, share_out
+from thinwire.server.process import GRACE_S
 from thinwire.server.sockets import check_address, is_loopback
 
 ADDRESSES, KEYS = "THINWIRE_SERVERS", "THINWIRE_KEYS"  # what attach(servers="env") reads
 POLL_S = 0.2
-GRACE_S = 10.0  # for processes to end after they were asked to
+WORKERS_S = 40.0  # for torchrun to end: it gives its workers 30
+SERVERS_S = 10.0  # for servers to close, after their grace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,8 @@ class Launch:
         threads: of every server.
         cpus: processors of this node, to be shared out among its servers and workers; None: all run on any.
         leader_share: how many times as many the first worker gets as each other.
+        metrics: host and port at which the first server of this node answers Prometheus; the others follow.
+        grace_s: what servers have to serve other nodes after this one's workers have ended.
         server_arguments: further ones of `thinwire server`.
         script: what workers run, with its arguments.
 
@@ -49,6 +54,8 @@ class Launch:
     threads: int = 1
     cpus: frozenset[int] | None = None
     leader_share: int = 2
+    metrics: tuple[str, int] | None = None
+    grace_s: float = GRACE_S
     server_arguments: tuple[str, ...] = ()
     script: tuple[str, ...]
 
@@ -88,10 +95,18 @@ class Launch:
             [
                 *(sys.executable, "-m", "thinwire", "server", "--bind", self._bind(addresses[index])),
                 *("--num-workers", str(num_workers), "--server-index", f"{index}/{len(addresses)}"),
-                *("--threads", str(self.threads), *keys, *on, *self.server_arguments),
+                *("--threads", str(self.threads), *keys, *on, *self._metrics(index - first)),
+                *("--grace", str(self.grace_s), *self.server_arguments),
             ]
             for index, on in enumerate(pinned, start=first)
         ]
+
+    def _metrics(self, place: int) -> list[str]:
+        """Return where this server of the node answers Prometheus."""
+        if self.metrics is None:
+            return []
+        host, port = self.metrics
+        return ["--metrics", f"{f'[{host}]' if ':' in host else host}:{port and port + place}"]  # 0: any
 
     def _bind(self, address: str) -> str:
         """Return where to listen: a host's name need not be that of one of its own interfaces."""
@@ -117,8 +132,12 @@ class Launch:
         return {ADDRESSES: ",".join(self.addresses()), **keys}
 
 
-def run(launch: Launch) -> int:
-    """Run servers and workers until the workers have ended; return their exit status.
+def run(launch: Launch, prepare: Callable[[], None] | None = None) -> int:
+    """Run servers and workers until the workers have ended, and nobody needs the servers; return the workers' status.
+
+    Args:
+        launch: what to run.
+        prepare: called in every new process before it becomes a server, or torchrun.
 
     Raises:
         ServerError: a server ended before; the workers are ended, too.
@@ -126,11 +145,13 @@ def run(launch: Launch) -> int:
     if launch.cpus is not None:
         print(describe(*launch.shares()), flush=True)
     servers: list[subprocess.Popen[bytes]] = []
-    workers: subprocess.Popen[bytes] | None = None
+    workers: list[subprocess.Popen[bytes]] = []
     try:
-        servers = [subprocess.Popen(command) for command in launch.server_commands()]
-        workers = subprocess.Popen(launch.worker_command(), env={**os.environ, **launch.environment()})
-        while (status := workers.poll()) is None:
+        for command in launch.server_commands():
+            servers.append(subprocess.Popen(command, preexec_fn=prepare))
+        environment = {**os.environ, **launch.environment()}
+        workers.append(subprocess.Popen(launch.worker_command(), env=environment, preexec_fn=prepare))
+        while (status := workers[0].poll()) is None:
             for server in servers:
                 if (ended := server.poll()) is not None:
                     raise ServerError(
@@ -139,18 +160,24 @@ def run(launch: Launch) -> int:
             time.sleep(POLL_S)
         return status
     finally:
-        _end([*([workers] if workers else []), *servers])
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask all to end, then make them."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for process in processes:
         try:
+            _end(workers, signal.SIGTERM, WORKERS_S)
+        finally:
+            # Not by SIGTERM, which a cluster's manager may have sent them already: see `thinwire server`.
+            _end(servers, signal.SIGINT, launch.grace_s + SERVERS_S)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], ask: signal.Signals, patience_s: float) -> None:
+    """Ask all to end, then make them."""
+    try:
+        for process in processes:
+            process.send_signal(ask)  # nothing, for one that has ended
+        deadline = time.monotonic() + patience_s
+        for process in processes:
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also where another interrupt comes
+        for process in processes:
             process.kill()
             process.wait()

@@ -14,6 +14,7 @@ _COUNTS = {
     "pulled_nbytes": "Bytes of their payloads.",
     "rounds": "Rounds completed.",
     "lost_workers": "Workers taken for lost.",
+    "unread": "Frames dropped for peers that do not read.",
 }
 
 
@@ -64,7 +65,9 @@ def serve_metrics(server: Server, port: int, host: str = "127.0.0.1") -> int:
     try:
         http, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise ServerError(f"--metrics {port}: {error.strerror}; is another server there?") from error
+        raise ServerError(
+            f"--metrics {host}:{port}: {error.strerror}; expected a free port at an address of this machine"
+        ) from error
     return http.server_port
 
 

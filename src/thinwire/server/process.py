@@ -1,6 +1,6 @@
 """A server's process: its socket, its engine threads, and the loop that moves frames between them."""
 
-import threading
+import math
 import time
 from collections import deque
 from typing import Any
@@ -9,11 +9,24 @@ from thinwire.errors import ServerError
 from thinwire.server.engine import Engines
 from thinwire.server.keys import ServerKeys
 from thinwire.server.service import Peer, Service, ServiceOptions
-from thinwire.server.sockets import Wake, check_address, is_loopback, send_frame, set_up, zmq_module
+from thinwire.server.sockets import (
+    Connections,
+    Wake,
+    check_address,
+    is_loopback,
+    join,
+    send_frame,
+    set_up,
+    zmq_module,
+)
 from thinwire.wire import Data
 
 POLL_S = 0.5  # between looks at heartbeats
+GRACE_S = 60.0  # for a last step and a checkpoint
+LAST_S = 1.0  # for errors that are on their way when all ends
 _MANY = 64  # frames taken in a row, before what waits is sent
+# Frames held for a peer each way. One that works has at most as many means under way as a worker has exchanges.
+_QUEUED = 128
 
 
 class Server:
@@ -23,6 +36,7 @@ class Server:
         bind: such as tcp://0.0.0.0:5555; port 0 takes a free one.
         options: how to serve.
         keys: its own and its workers'; required unless `bind` is loopback.
+        grace_s: how long it serves on, at most, after it was told to stop.
 
     Attributes:
         address: what it is bound to.
@@ -31,7 +45,9 @@ class Server:
         ServerError: the address cannot be bound, or keys are missing.
     """
 
-    def __init__(self, bind: str, options: ServiceOptions, keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self, bind: str, options: ServiceOptions, keys: ServerKeys | None = None, grace_s: float = GRACE_S
+    ) -> None:
         host = check_address(bind)
         if keys is None and not is_loopback(host):
             raise ServerError(
@@ -39,18 +55,21 @@ class Server:
                 "keys FOLDER  and pass  --keys FOLDER/server; or bind to tcp://127.0.0.1:PORT"
             )
         zmq = zmq_module()
-        self._context = zmq.Context()
+        self._context, self._gate = zmq.Context(), None
         self._socket: Any = self._context.socket(zmq.ROUTER)
-        set_up(self._socket, host)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
-        self._gate = None if keys is None else keys.guard(self._context, self._socket)
+        self._connections = Connections(self._context, self._socket)
         try:
+            set_up(self._socket, host, _QUEUED)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or what a full queue does not take would be lost unseen
+            self._gate = None if keys is None else keys.guard(self._context, self._socket)
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ServerError(f"--bind {bind}: {error}; is another server there?") from error
+            self._close_sockets()
+            why = "is another server there?" if error.errno == zmq.EADDRINUSE else "expected an address of this machine"
+            raise ServerError(f"--bind {bind}: {error}; {why}") from error
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-        self._wake, self._outbox, self._stopped = Wake(), deque[tuple[Peer, bytes, Data]](), threading.Event()
+        self._wake, self._outbox = Wake(), deque[tuple[Peer, bytes, Data]]()
+        self._grace_s, self._until_s, self._closed = grace_s, math.inf, False
         self.service = Service(options, self._send, lambda served: self.engines.wake(served))
         self.engines = Engines(options.threads, self.service.work, self.service.missing)
 
@@ -59,17 +78,18 @@ class Server:
         self._wake.set()
 
     def run(self) -> None:
-        """Serve until `stop`, in the calling thread."""
+        """Serve until `stop`, in the calling thread; then tell workers that are still there, and close."""
         zmq = zmq_module()
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake.fd, zmq.POLLIN)
+        for one in (self._socket, self._connections.events, self._wake.fd):
+            poller.register(one, zmq.POLLIN)
         looked_s = time.monotonic()
         try:
-            while not self._stopped.is_set():
+            while not self._is_done():
                 ready = dict(poller.poll(1000 * POLL_S))
                 if self._wake.fd in ready:
                     self._wake.clear()
+                self._connections.update()
                 self._send_all()
                 if self._socket in ready:
                     self._take_some()
@@ -77,19 +97,36 @@ class Server:
                 if time.monotonic() - looked_s >= POLL_S:
                     looked_s = time.monotonic()
                     self.service.check_heartbeats()
+            self.service.stop()
             self._send_all()
         finally:
+            self.close()
+
+    def _is_done(self) -> bool:
+        if self._until_s == math.inf:
+            return False
+        # Whose connection has closed comes back as another peer, if at all: a run without connections is over.
+        return self.service.is_over or not self._connections or time.monotonic() >= self._until_s
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Let `run` return when its run is over, or its grace; from any thread, or a signal handler."""
+        self._until_s = -math.inf if at_once else min(self._until_s, time.monotonic() + self._grace_s)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End its threads and give back its address; `run` does."""
+        if not self._closed:
+            self._closed = True
             self.engines.close()
-            if self._gate is not None:
-                self._gate.stop()
-            self._socket.close(linger=200)  # for errors that are on their way
-            self._context.term()
+            self._close_sockets()
             self._wake.close()
 
-    def stop(self) -> None:
-        """Let `run` return soon; from any thread, or a signal handler."""
-        self._stopped.set()
-        self._wake.set()
+    def _close_sockets(self) -> None:
+        if self._gate is not None:  # first: its thread has a socket in this context
+            self._gate.stop()
+        self._connections.close()
+        self._socket.close(linger=round(1000 * LAST_S))
+        self._context.term()
 
     def _take_some(self) -> None:
         zmq = zmq_module()
@@ -98,15 +135,22 @@ class Server:
                 parts = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(parts) != 3:
+            if len(parts) < 3:
                 self.service.refused["malformed"] += 1
                 continue
-            peer, header, payload = parts
+            peer, header, *payload = parts
             # The memory is libzmq's; the payload's view keeps it until an engine thread has read it.
-            self.service.receive(peer.bytes, header.bytes, payload.buffer)
+            self.service.receive(peer.bytes, header.bytes, join(payload))
 
     def _send_all(self) -> None:
+        zmq = zmq_module()
         while self._outbox:
             peer, header, payload = self._outbox.popleft()
             assert isinstance(peer, bytes)
-            send_frame(self._socket, [peer], header, payload)
+            try:
+                send_frame(self._socket, [peer], header, payload)
+            except zmq.Again:
+                self.service.unread(peer)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:  # its connection has closed: heartbeats tell
+                    raise

@@ -81,8 +81,8 @@ class Failure(Text):
     """Why the run is over.
 
     Attributes:
-        kind: "plan", "busy" (with another run), "lost" (a worker), "refused" (what this worker sent) or "worker" (in a
-            goodbye: it gave up).
+        kind: "plan", "busy" (with another run), "lost" (a worker), "refused" (what this worker sent), "stopped" (the
+            server) or "worker" (in a goodbye: it gave up).
         message: for people.
     """
 

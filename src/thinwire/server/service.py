@@ -24,6 +24,7 @@ from thinwire.aggregators import BufferPool
 from thinwire.errors import ThinwireError, WireError
 from thinwire.plan import first_difference
 from thinwire.server.content import Content, parse_content
+from thinwire.server.lines import FewLines
 from thinwire.server.mean import Mean, Store, Units
 from thinwire.server.protocol import AND_PULL, Clocks, Failure, Hello, Kind, Residuals, unpack_values
 from thinwire.wire import ALIGNMENT, MAX_PAYLOAD_NBYTES, Data, Frame, digest_of, parse_frame
@@ -139,6 +140,7 @@ class Service:
         self.store = Store()
         self.loads = [0] * options.threads  # estimated work of a round, by thread
         self._send, self._wake = send, wake or self.work
+        self._lines = FewLines()
         self._buffers = BufferPool()
         self._lock = threading.RLock()
         self._session = 0
@@ -162,18 +164,20 @@ class Service:
         try:
             self._take(peer, worker, parse_frame(header, payload), now_s)
         except RefusedError as refusal:
-            self._note(worker, refusal)
+            self._note(worker, refusal, now_s)
         except WireError as error:
-            self._note(worker, RefusedError("malformed", str(error)))
+            self._note(worker, RefusedError("malformed", str(error)), now_s)
         except Exception as error:  # ours: workers must not wait for a server that died of it
             logging.getLogger("thinwire").exception("a frame was not foreseen")
-            self._note(worker, RefusedError("malformed", f"{type(error).__name__}: {error}"))
+            self._note(worker, RefusedError("malformed", f"{type(error).__name__}: {error}"), now_s)
 
-    def _note(self, worker: _Worker | None, refusal: RefusedError) -> None:
+    def _note(self, worker: _Worker | None, refusal: RefusedError, now_s: float) -> None:
         self.refused[refusal.reason] += 1
         who = "an unknown peer" if worker is None else f"worker {worker.rank}"
         level = logging.INFO if refusal.reason == "busy" else logging.WARNING
-        logging.getLogger("thinwire").log(level, "refused a frame of %s: %s", who, refusal)
+        if (left_out := self._lines.admit(refusal.reason, now_s)) is not None:
+            more = f" (and {left_out} more of this kind)" if left_out else ""
+            logging.getLogger("thinwire").log(level, "refused a frame of %s: %s%s", who, refusal, more)
         if worker is not None and refusal.reason in ("malformed", "content"):
             self.fail(Failure("refused", f"server {self._name}: what worker {worker.rank} sent: {refusal}"))
 
@@ -266,8 +270,10 @@ class Service:
     @property
     def is_over(self) -> bool:
         """Whether no run is under way: none has begun, it failed, or all workers have left."""
-        present = (worker for worker in self._workers.values() if not worker.left and worker.rank not in self._lost)
-        return self._failure is not None or not any(present)
+        return self._failure is not None or not self._present()
+
+    def _present(self) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if not worker.left and worker.rank not in self._lost]
 
     def _open(self, session: int, plan: list[str]) -> None:
         """Begin a run, with nothing of the one before."""
@@ -419,9 +425,27 @@ class Service:
             for served in self._served.values():
                 served.arrived.clear()
                 served.results.clear()
-        for worker in self._workers.values():
-            if not worker.left and worker.rank not in self._lost:
-                self._tell(worker.peer, self._frame(Kind.ERROR, payload=failure.pack()))
+        for worker in self._present():
+            self._tell(worker.peer, self._frame(Kind.ERROR, payload=failure.pack()))
+
+    def stop(self) -> None:
+        """Tell workers that are still there that this server ends."""
+        if not self.is_over:
+            names = ", ".join(str(worker.rank) for worker in self._present())
+            self.fail(
+                Failure(
+                    "stopped",
+                    f"server {self._name} was stopped while it had worker {names}; start it again, attach anew, and "
+                    "load the last state",
+                )
+            )
+
+    def unread(self, peer: Peer) -> None:
+        """Take note that a peer does not read: what it was to be told is dropped, and a worker lost."""
+        self.counts["unread"] += 1
+        worker = self._worker_of(peer)
+        if worker is not None and worker in self._present() and self._failure is None:
+            self.lose([worker.rank], "does not read what it is sent")
 
     # --- rounds (the thread that a content is pinned to) ------------------------------------------------------------
 
