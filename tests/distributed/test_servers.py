@@ -420,6 +420,38 @@ def test_those_present_go_on_if_asked(ranks, tmp_path):
         assert (ours - mean).abs().max() <= 0.02 * mean.abs().max()
 
 
+def _one_step_more(rank, world_size, addresses):
+    """Rank 1 has no further batch, and closes its link when rank 0 has pushed all that it has."""
+    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
+    with attached(model, "int8", servers=_quick(addresses)) as link:
+        for step in range(3):
+            loss(model, batch(rank, step)).backward()
+        if rank == 1:
+            time.sleep(1.0)
+            return "", 0.0
+        model.zero_grad()
+        started, message = time.monotonic(), ""
+        try:
+            loss(model, batch(rank, 3)).backward()
+        except RuntimeError as error:
+            message = f"{type(link.error).__name__}: {error}"
+    return message, time.monotonic() - started
+
+
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+def test_a_worker_that_closes_its_link_while_others_wait_is_named_at_once(ranks, on_worker_loss):
+    with servers(2, 2, "--on-worker-loss", on_worker_loss) as started:
+        (message, seconds), _ = ranks(2).run(_one_step_more, [server.address for server in started])
+        logs = [server.output() for server in started]
+    assert seconds < LIMIT_S
+    assert all("worker 1 closed its link while others go on" in log for log in logs)
+    if on_worker_loss == "fail":
+        assert "RankLostError" in message
+        assert "worker 1 closed its link while others go on" in message
+    else:
+        assert not message
+
+
 def _survive(rank, world_size, folder, port):
     """Lose the only server in the fourth step, attach to a new one, and go on with what this worker kept."""
     from serving import start

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from in_one_process import ServedWorld
+from in_one_process import SESSION, ServedWorld
 from world import World, bits, gradients
 
 from thinwire import Hierarchical, Identity, NodePushPull, PlanOptions, parse_recipe
@@ -19,7 +19,7 @@ from thinwire.plan import Plan, build_plan
 from thinwire.server.content import parse_content
 from thinwire.server.protocol import Failure, Kind
 from thinwire.state import State
-from thinwire.wire import FRAME_NBYTES
+from thinwire.wire import FRAME_NBYTES, Frame
 
 RECIPES = [
     "hier/identity", "hier/int8", "hier/int8:stochastic", "hier/topk:0.05", "hier/onebit", "hier/topk:0.1+int4",
@@ -194,6 +194,23 @@ def test_a_node_that_is_lost_takes_its_ranks_out_of_the_mean() -> None:
         p = block.partition
         own = [grads[rank][p.name][p.offset : p.offset + p.numel] for rank in (2, 3, 4)]
         assert torch.equal(block.value, (own[0] + own[1] + own[2]).div_(3))
+
+
+def test_a_rank_that_leaves_its_leader_while_another_node_waits_is_named() -> None:
+    served = ServedWorld(_settings("hier/int8", (2, 2)), 4)
+    served.run()
+    messages = served.messages[0]
+    for message in messages:
+        message.begin(1)
+    exchanges = [NodePushPull.exchange(message) for message in messages]
+    move([next(exchange) for exchange in exchanges])
+    served.cluster.push(next(exchanges[2]), 2)
+    cluster, (service,) = served.cluster, served.cluster.services
+    cluster.send(0, 3, Frame(kind=Kind.BYE, session=SESSION, sender=3))  # its leader has its part
+    assert service.clocks() == [0, 0, 0, 0]
+    cluster.send(0, 1, Frame(kind=Kind.BYE, session=SESSION, sender=1))
+    (failure,) = (Failure.parse(frame.payload) for frame in cluster.inbox[0, 2])
+    assert failure.message == "worker 1 closed its link while others go on (seen by server 0 of 1)"
 
 
 def test_ranks_that_lead_no_node_may_not_push() -> None:

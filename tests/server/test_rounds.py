@@ -52,6 +52,9 @@ class Workers:
     def pull(self, rank: int, round_: int) -> None:
         self._send(rank, Kind.PULL, round_)
 
+    def bye(self, rank: int) -> None:
+        self.cluster.send(0, rank, Frame(kind=Kind.BYE, session=SESSION, sender=rank))
+
     def got(self, rank: int) -> list[tuple[int, float, int]]:
         """Return the means that have come: (round, value, over how many)."""
         means = []
@@ -237,12 +240,46 @@ def test_a_worker_that_leaves_too_soon_is_named():
     workers = Workers(2)
     for rank in (0, 1):
         workers.push(rank, 0, 1.0)
-    workers.cluster.send(0, 1, Frame(kind=Kind.BYE, session=SESSION, sender=1))
+    workers.bye(1)
     workers.pull(0, 0)
     assert workers.got(0) == [(0, 1.0, 2)]  # it may have been the last round
     workers.push(0, 1, 1.0)
     (failure,) = workers.errors(0)
     assert failure.message.startswith("worker 1 closed its link while others go on")
+
+
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+@pytest.mark.parametrize("order", ["rank", "arrival"])
+def test_a_worker_that_leaves_while_others_wait_is_named(on_worker_loss, order):
+    """No further push may come to notice it by: others have pushed all that they have."""
+    workers = Workers(3, on_worker_loss=on_worker_loss, order=order)
+    for rank in (0, 1, 2):
+        workers.push(rank, 0, 1.0, and_pull=True)
+        assert rank < 2 or workers.got(rank) == [(0, 1.0, 3)]
+    for rank in (0, 2):
+        workers.push(rank, 1, float(rank), and_pull=True)
+    workers.got(0)
+    workers.bye(1)
+    if on_worker_loss == "continue":
+        assert workers.got(0) == workers.got(2) == [(1, 1.0, 2)]
+        assert workers.service.clocks() == [0, -1, 0]
+        workers.bye(0)
+        workers.bye(2)
+        assert workers.service.counts["lost_workers"] == 1
+    else:
+        for rank in (0, 2):
+            (failure,) = workers.errors(rank)
+            assert failure.message == "worker 1 closed its link while others go on (seen by server 0 of 1)"
+
+
+def test_a_worker_that_leaves_after_its_part_of_a_round_is_not_missed():
+    workers = Workers(2)
+    workers.push(1, 0, 3.0)
+    workers.bye(1)
+    workers.push(0, 0, 1.0, and_pull=True)
+    assert workers.got(0) == [(0, 2.0, 2)]
+    workers.bye(0)
+    assert not workers.service.counts["lost_workers"]
 
 
 def test_a_goodbye_that_cannot_be_read_is_refused():

@@ -120,6 +120,12 @@ def _is_idle(served: Served) -> bool:
     return not (served.busy or served.arrived or served.added)
 
 
+def _awaited(served: Served) -> set[int]:
+    """Return the ranks whose part its round still lacks: all of a node whose leader has not pushed."""
+    pushed, sizes = served.arrived.keys() | served.added, served.content.stands_for
+    return {rank for first in sizes.keys() - pushed for rank in range(first, first + sizes[first])}
+
+
 class Service:
     """Serves one run after another. See the module's docstring for its threads.
 
@@ -305,10 +311,6 @@ class Service:
 
     def _push(self, rank: int, frame: Frame) -> None:
         served = self._of(frame, rank)
-        if gone := [w.rank for w in self._workers.values() if w.left and w.rank not in self._lost]:
-            self.lose(gone, "closed its link while others go on")  # its part of this round will never come
-            if self._failure is not None:
-                return
         with self._lock:
             self._check_round(served, rank, frame, done=rank in served.added or rank in served.arrived)
             nbytes = memoryview(frame.payload).nbytes
@@ -319,6 +321,7 @@ class Service:
                 served.pulls.add(rank)
             self.counts["pushes"] += 1
             self.counts["pushed_nbytes"] += nbytes
+        self._lose_who_left()
         self._work_soon(served)
 
     def _pull(self, worker: _Worker, frame: Frame) -> None:
@@ -375,9 +378,13 @@ class Service:
 
     def _bye(self, worker: _Worker, frame: Frame) -> None:
         worker.left = True
-        if memoryview(frame.payload).nbytes and self._failure is None:
+        if self._failure is not None:
+            return
+        if memoryview(frame.payload).nbytes:
             failure = Failure.parse(frame.payload)
             self.lose([worker.rank], f"gave up: {failure.message}")
+        else:
+            self._lose_who_left()
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -398,6 +405,17 @@ class Service:
         ]
         if silent and self._failure is None:
             self.lose(silent, f"said nothing for {limit:g} s")
+
+    def _lose_who_left(self) -> None:
+        """Take workers that have closed their links for lost if a round waits for them: their part will never come."""
+        gone = {worker.rank for worker in self._workers.values() if worker.left} - self._lost
+        if not gone:
+            return
+        with self._lock:
+            begun = [served for served in self._served.values() if served.arrived or served.added]
+            awaited = gone & set[int]().union(*map(_awaited, begun))
+        if awaited:
+            self.lose(sorted(awaited), "closed its link while others go on")
 
     def lose(self, ranks: Iterable[int], why: str) -> None:
         """Go on without these workers, or end the run, as `on_worker_loss` says."""
