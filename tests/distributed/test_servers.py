@@ -184,6 +184,27 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks):
                 assert whole == resumed
 
 
+def _closed(rank, world_size, recipe, addresses):
+    model = DDP(seeded(Tower))
+    with attached(model, recipe, servers=addresses) as link:
+        train(model, rank, range(2))
+        return link, link.state_dict()
+
+
+def _saved_too_late(rank, world_size, addresses):
+    link, _ = _closed(rank, world_size, "topk:0.05", addresses)
+    with pytest.raises(ServerError, match=r"the link is closed: .*call state_dict\(\) and .* before close\(\)"):
+        link.state_dict()
+    for recipe, where in (("int8:stochastic", addresses), ("topk:0.05", None)):  # servers owe nothing
+        link, state = _closed(rank, world_size, recipe, where)
+        assert link.state_dict().keys() == state.keys()
+
+
+def test_what_servers_owe_cannot_be_asked_for_once_the_link_is_closed(ranks):
+    with servers(1, 2) as started:
+        ranks(1).run(_saved_too_late, [server.address for server in started])
+
+
 def _conserved(rank, world_size, addresses, method, recipe):
     model = DDP(seeded(Tower), bucket_cap_mb=0.01)
     optimizer = thinwire.optim.LANS(model.parameters(), lr=0.01)

@@ -176,7 +176,8 @@ class Link:
         Raises:
             StateError: an exchange failed or a backward pass did not come to its end, so that some residuals are of
                 the step before and others are not.
-            ServerError: servers did not say what they owe. Asked again, the state comes without.
+            ServerError: servers did not say what they owe, as the run failed meanwhile: asked again, the state comes
+                without. Or they cannot be asked, as the link is closed: call this before `close`.
         """
         lost = self._served is not None and (self._failed is not None or self._served.lost)
         if lost:
@@ -256,7 +257,10 @@ class Link:
         return measure_codec(self.plan, self.rank, threads=self._threads, device=self._where)
 
     def close(self) -> None:
-        """Stop the threads and leave the process groups. Collective; the model cannot train afterwards."""
+        """Stop the threads and leave the process groups. Collective; the model cannot train afterwards.
+
+        With parameter servers ask for `state_dict` before: part of it lies with them.
+        """
         self._loggers.flush()
         self._driver.close()
         self._wait_for_device()

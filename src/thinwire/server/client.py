@@ -231,7 +231,7 @@ class ServerDriver:
             step: steps committed.
 
         Raises:
-            ServerError: the run has failed.
+            ServerError: the run has failed, or this driver is closed.
         """
         out = [torch.empty(p.numel, dtype=torch.float32) for p in partitions]
         for server, places in _by_server(partitions):
@@ -254,7 +254,7 @@ class ServerDriver:
             rates: learning rates in units of which they are, by parameter, where feedback corrects for them.
 
         Raises:
-            ServerError: the run has failed.
+            ServerError: the run has failed, or this driver is closed.
         """
         for server, places in _by_server(partitions):
             about = _about([partitions[i] for i in places], rates, loss_scale, 0)
@@ -263,8 +263,12 @@ class ServerDriver:
 
     def _ask(self, server: int, kind: Kind, payload: bytes, into: Tensor) -> None:
         channel = self._channel
-        if self._error is not None or channel is None:
-            raise ServerError("the run has failed, or the link is closed: servers cannot be asked") from self._error
+        if self._error is not None:
+            raise ServerError("the run has failed: servers cannot be asked") from self._error
+        if channel is None:
+            raise ServerError(
+                "the link is closed: servers cannot be asked; call state_dict() and load_state_dict() before close()"
+            )
         arrived = threading.Event()
         self._asked += 1
         channel.expect(server, 0, self._asked, into, arrived.set)
