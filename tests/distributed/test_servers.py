@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, train
 
 import thinwire
-from thinwire.errors import PlanError, RankLostError, ServerError, StateError
+from thinwire.errors import AttachError, PlanError, RankLostError, ServerError, StateError
 from thinwire.server.channel import Channel
 from thinwire.server.client import ServerDriver, Servers
 from thinwire.server.protocol import Kind
@@ -413,13 +414,15 @@ def test_a_server_that_dies_is_an_error_on_all_workers(ranks, tmp_path, stage):
 
 
 def _go_on_without(rank, world_size, addresses, folder):
-    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
-    with attached(model, "int8", servers=_quick(addresses)):
+    model, log = DDP(seeded(Tower), bucket_cap_mb=0.01), logging.FileHandler(f"{folder}/log-{rank}")
+    logging.getLogger("thinwire").addHandler(log)
+    with attached(model, "identity until 4 then int8", servers=_quick(addresses)) as link:
         for step in range(6):
             if step == 3 and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             model.zero_grad()
             loss(model, batch(rank, step)).backward()
+        assert link.stats()["num_present"] == 2
     torch.save(gradients(model), f"{folder}/{rank}")
     os._exit(0)
 
@@ -429,6 +432,8 @@ def test_those_present_go_on_if_asked(ranks, tmp_path):
     with servers(3, 1, "--heartbeat-timeout", "2", "--on-worker-loss", "continue") as started:
         ranks(3).outcomes(_go_on_without, [started[0].address], str(tmp_path), timeout=60, grace=LIMIT_S + 10)
         assert "worker 1 said nothing for 2 s" in started[0].output()
+    for rank in (0, 2):  # once, although more than one step went on without it
+        assert (tmp_path / f"log-{rank}").read_text().count("from step 3 on the mean is over 2 of 3 ranks") == 1
     first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 2))
     model, means = seeded(Tower), []
     for rank in (0, 2):
@@ -442,27 +447,32 @@ def test_those_present_go_on_if_asked(ranks, tmp_path):
 
 
 def _one_step_more(rank, world_size, addresses):
-    """Rank 1 has no further batch, and closes its link when rank 0 has pushed all that it has."""
-    model = DDP(seeded(Tower), bucket_cap_mb=0.01)
-    with attached(model, "int8", servers=_quick(addresses)) as link:
+    """Rank 1 has no further batch, and closes its link when rank 0 has pushed all that it has, in a new phase."""
+    model, present = DDP(seeded(Tower), bucket_cap_mb=0.01), []
+    with attached(model, "identity until 3 then int8", servers=_quick(addresses)) as link:
         for step in range(3):
             loss(model, batch(rank, step)).backward()
+            present.append(link.stats()["num_present"])
         if rank == 1:
             time.sleep(1.0)
-            return "", 0.0
+            return "", 0.0, present
         model.zero_grad()
         started, message = time.monotonic(), ""
         try:
             loss(model, batch(rank, 3)).backward()
+            present.append(link.stats()["num_present"])
+            link.load_state_dict(link.state_dict())
+            loss(model, batch(rank, 4)).backward()
         except RuntimeError as error:
             message = f"{type(link.error).__name__}: {error}"
-    return message, time.monotonic() - started
+    return message, time.monotonic() - started, present
 
 
 @pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
 def test_a_worker_that_closes_its_link_while_others_wait_is_named_at_once(ranks, on_worker_loss):
     with servers(2, 2, "--on-worker-loss", on_worker_loss) as started:
-        (message, seconds), _ = ranks(2).run(_one_step_more, [server.address for server in started])
+        addresses = [server.address for server in started]
+        (message, seconds, present), _ = ranks(2).run(_one_step_more, addresses)
         logs = [server.output() for server in started]
     assert seconds < LIMIT_S
     assert all("worker 1 closed its link while others go on" in log for log in logs)
@@ -470,7 +480,23 @@ def test_a_worker_that_closes_its_link_while_others_wait_is_named_at_once(ranks,
         assert "RankLostError" in message
         assert "worker 1 closed its link while others go on" in message
     else:
-        assert not message
+        assert present == [2, 2, 2, 1]
+        assert "RankLostError: step 4: state was loaded" in message
+        assert "servers go on with 1 of 2 ranks" in message
+
+
+def _needs_all(rank, world_size, addresses):
+    for make, every, match in (
+        (Tower, 2, "check_replicas_every asks all ranks and would wait for one that is lost"),
+        (_Mixed, 0, r"exact\..* is of torch.float64, which .* expected servers with --on-worker-loss fail"),
+    ):
+        with pytest.raises(AttachError, match=match):
+            thinwire.attach(DDP(seeded(make)), "int8", servers=addresses, check_replicas_every=every)
+
+
+def test_what_takes_all_ranks_is_refused_where_servers_go_on_without_some(ranks):
+    with servers(2, 1, "--on-worker-loss", "continue") as started:
+        ranks(2).run(_needs_all, [started[0].address])
 
 
 def _survive(rank, world_size, folder, port):

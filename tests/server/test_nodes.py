@@ -190,6 +190,7 @@ def test_a_node_that_is_lost_takes_its_ranks_out_of_the_mean() -> None:
     assert read_pull_header(pulled.receive, len(messages[2].layout.names)).num_present == 3
     next(exchanges[2])  # hands it on
     assert next(exchanges[2], None) is None
+    assert messages[2].num_present == 3
     for block in messages[2].blocks:
         p = block.partition
         own = [grads[rank][p.name][p.offset : p.offset + p.numel] for rank in (2, 3, 4)]

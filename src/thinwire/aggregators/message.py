@@ -115,6 +115,7 @@ class Message:
         nonfinite: (rank, MEAN or MANY, parameter) of every contribution that was not finite; equal on all ranks.
         unused: parameters that no rank's backward reached; equal on all ranks.
         scales_differ: whether ranks had different loss scales, so that nothing was delivered; equal on all ranks.
+        num_present: how many ranks the last mean is over, where servers say so, which may go on without some.
         undelivered: whether what servers answered in the last step came to nothing, so that they must take it back.
         encode_s, decode_s: wall seconds spent in kernels.
     """
@@ -133,6 +134,7 @@ class Message:
     nonfinite: set[tuple[int, str]] = field(default_factory=lambda: set())
     unused: set[str] = field(default_factory=lambda: set())
     scales_differ: bool = False
+    num_present: int | None = None
     undelivered: bool = False
     encode_s: float = 0.0
     decode_s: float = 0.0
@@ -146,6 +148,7 @@ class Message:
         self.step = step
         self.forget()
         self.nonfinite, self.unused, self._measured, self.scales_differ = set(), set(), None, False
+        self.num_present = None
         self.encode_s = self.decode_s = 0.0
 
     @property

@@ -243,6 +243,7 @@ def read_headers(message: Message, blocks: Sequence[Tensor]) -> None:
         whose = ranks_in(header.who)
         rank = whose[0] if len(whose) == 1 else MANY  # which of several was not finite in what has not travelled
         message.nonfinite |= {(rank, name) for name in names_in(header.nonfinite, names)}
+    message.num_present = min(header.num_present for header in headers)  # one server may know of a loss before others
     message.unused = names_in(((1 << len(names)) - 1) & ~used, names)
     if any(header.flags & SCALES_DIFFER for header in headers):
         message.refuse()

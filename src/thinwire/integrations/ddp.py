@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.aggregators import Gather, Hierarchical, NodePushPull, ThroughServers
+from thinwire.aggregators import Dense, Gather, Hierarchical, NodePushPull, ThroughServers
 from thinwire.allocate import Allocate
 from thinwire.auto import Auto, read_auto
 from thinwire.comm.device import Cuda, Device
@@ -136,7 +136,7 @@ def make_link(
         ]
         phases = agree(build, driver.control, settings)
         if served is not None:
-            agree(lambda: _open(served, phases), driver.control)
+            agree(lambda: _open(served, phases, _need_all(model, phases, check_replicas_every)), driver.control)
     except BaseException:
         driver.close()
         raise
@@ -172,7 +172,7 @@ def make_link(
     return link
 
 
-def _open(served: ServedDriver, phases: Phases) -> Phases:
+def _open(served: ServedDriver, phases: Phases, need_all: Sequence[str]) -> Phases:
     aggregators = (param.aggregator for plan in phases.all_plans for param in plan.params)
     sizes = {one.node_sizes for one in aggregators if isinstance(one, NodePushPull)}
     if len(sizes) > 1:
@@ -180,7 +180,22 @@ def _open(served: ServedDriver, phases: Phases) -> Phases:
     found = next(iter(sizes), None)
     assert not isinstance(found, int)  # the plan has filled in the size of each
     served.open(phases.lines(), found)
+    if served.goes_on and need_all:
+        raise AttachError(
+            f"{need_all[0]} and would wait for one that is lost, without which these servers go on: expected servers "
+            "with --on-worker-loss fail, the default"
+        )
     return phases
+
+
+def _need_all(model: nn.Module, phases: Phases, check_replicas_every: int) -> list[str]:
+    """Return what servers have no part in, so that it takes all ranks, in words."""
+    dense = (param.info for plan in phases.all_plans for param in plan.params if isinstance(param.aggregator, Dense))
+    return [
+        *(["check_replicas_every asks all ranks"] if check_replicas_every else []),
+        *(f"{info.name} is of {info.dtype}, which ranks sum among themselves," for info in dense),
+        *(f"{name} has sparse gradients, which ranks sum among themselves," for name in _sparse(model)),
+    ]
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:

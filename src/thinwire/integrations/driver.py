@@ -43,6 +43,11 @@ class ServedDriver(Driver, Protocol):
     """Performs rounds through parameter servers, which keep what owners keep."""
 
     @property
+    def goes_on(self) -> bool:
+        """Whether servers go on without ranks that are lost: whoever asks all ranks may wait for one that is gone."""
+        ...
+
+    @property
     def error(self) -> BaseException | None:
         """What ended the run, if something has."""
         ...

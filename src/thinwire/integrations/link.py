@@ -26,7 +26,7 @@ from thinwire.comm.device import Device, Failure, staged
 from thinwire.comm.process_group import Outcome
 from thinwire.comm.rounds import AllReduce
 from thinwire.comm.tracing import span, title
-from thinwire.errors import NonFiniteError, PlanError, ReplicaError, StateError
+from thinwire.errors import NonFiniteError, PlanError, RankLostError, ReplicaError, StateError
 from thinwire.feedback import Slot
 from thinwire.integrations.agreement import agree
 from thinwire.integrations.all_reduce import all_reduce_mean
@@ -110,6 +110,9 @@ class Link:
         self._sparse, self._group, self._left_over = dict(sparse or {}), group, dict(left_over or {})
         self._names = {id(param): name for name, param in (*params.items(), *self._sparse.items())}
         self._driver = driver
+        # For questions to all ranks in the middle of a run; None where some may be gone, and nobody would answer.
+        self._control = None if served is not None and served.goes_on else driver.control
+        self._num_present = phases.kept.world_size
         # Where servers keep what owners keep; a failed step is then undone.
         self._served = None if served is None else OwedByServers(served, phases, self.state, rank)
         self._begun: Step | None = None  # the last step
@@ -143,7 +146,8 @@ class Link:
         Keys: those of `StepStats`, and `steps`, `skipped_steps`, `work_nbytes` (work memory: encoded bytes,
         undo copies, and copies of buckets in another dtype), `pinned_nbytes` (memory of the host that
         blocks of a GPU travel from and to),
-        `residual_nbytes`, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
+        `residual_nbytes`, `num_present`, the ranks that the last mean was over, fewer than all once parameter servers
+        go on without some, `dense`, a map from parameter name to the reason, and `left_over`, what DDP sends besides
         gradients, in bytes: `buffers` a forward pass, `unused parameters` a backward pass.
         """
         with self._lock:
@@ -158,6 +162,7 @@ class Link:
             "work_nbytes": copies + (self._buffers if self._staging is None else self._staging.near).allocated_nbytes,
             "pinned_nbytes": 0 if self._staging is None else self._staging.pinned.allocated_nbytes,
             "residual_nbytes": self.state.nbytes,
+            "num_present": self._num_present,
             "dense": {
                 **{param.info.name: param.reason for param in self.plan.params if param.reason},
                 **dict.fromkeys(self._sparse, "sparse gradient"),
@@ -463,18 +468,29 @@ class Link:
     def _agreed_plan(self) -> Plan:
         """Return the plan of this step. Collective where a phase begins, or state has been loaded into one of several.
 
-        Ranks that count other steps would exchange other bytes.
+        Ranks that count other steps would exchange other bytes. Servers have compared them in every push: with them
+        ranks are asked after state has been loaded only, and a phase begins without those that are lost.
         """
         try:
             plan = self._plan_at(self.state.step)
-            if plan is not self._agreed and len(self.phases.all_plans) > 1:
+            compared = self._served is not None and self._agreed is not None
+            if plan is not self._agreed and len(self.phases.all_plans) > 1 and not compared:
+                self._check_all_are_here()
                 facts = () if self._chooser is None else self._chooser.facts
                 agree(lambda: plan, self._driver.control, [f"step={self.state.step}", *facts])
-        except PlanError as error:
+        except (PlanError, RankLostError) as error:
             self.error = self.error or error
             raise
         self._agreed = plan
         return plan
+
+    def _check_all_are_here(self) -> None:
+        """Raise at once where a rank that all wait for is known to be gone."""
+        if self._num_present < (world_size := self.phases.kept.world_size):
+            raise RankLostError(
+                f"step {self.state.step}: state was loaded, and all ranks must agree on the phase of the schedule that "
+                f"it is in, but servers go on with {self._num_present} of {world_size} ranks: start all of them again"
+            )
 
     def _plan_at(self, step: int) -> Plan:
         """Return the plan of a step, after the choice that may be due. Collective where it is."""
@@ -551,7 +567,7 @@ class Link:
         if step.error is None and any(message.scales_differ for message in step.messages):
             for message in step.messages:
                 message.restore()
-            step.error = scales_differ(step.loss_scale, step.number, self._driver.control)
+            step.error = scales_differ(step.loss_scale, step.number, self._control)
         elif step.error is None and nonfinite and self._scaler is not None:
             for message in step.messages:
                 message.restore()
@@ -560,11 +576,12 @@ class Link:
             if nonfinite:
                 step.error = self._raise_or_warn(not_finite(nonfinite, step.number))
             elif step.number % NORM_EVERY == 0 and not step.delivered and not step.may_hold_back():
-                step.error = lost(step.local_norm, step.number, self._driver.control)
+                step.error = lost(step.local_norm, step.number, self._control)
             if self._allocator is not None and not nonfinite:
                 self._allocator.add(step.errors, step.loss_scale)
             self.state.step += 1
             self._commit_units(step)
+        self._note_losses(step)
         now_s = time.perf_counter()
         step.stats.exposed_s = now_s - step.last_submitted_s
         if self._tuner is not None:
@@ -582,6 +599,19 @@ class Link:
             self._totals.add(step.stats)
             self._loggers.note(step.number, step.stats)
             self.error = self.error or step.error
+
+    def _note_losses(self, step: Step) -> None:
+        """Say that servers go on without some ranks, once for each loss."""
+        said = [message.num_present for message in step.messages if message.num_present is not None]
+        if (present := min(said, default=self._num_present)) < self._num_present:
+            logging.getLogger("thinwire").warning(
+                "from step %d on the mean is over %d of %d ranks: servers go on without those that are lost, as "
+                "--on-worker-loss continue says, and name them in their logs",
+                step.number,
+                present,
+                self.phases.kept.world_size,
+            )
+            self._num_present = present
 
     def _commit_units(self, step: Step) -> None:
         """Note in which units the residuals are now; bring those that the step did not touch along."""

@@ -18,31 +18,39 @@ def not_finite(nonfinite: list[tuple[int, str]], step: int) -> NonFiniteError:
     )
 
 
-def scales_differ(loss_scale: float, step: int, control: dist.ProcessGroup) -> Exception:
+def scales_differ(loss_scale: float, step: int, control: dist.ProcessGroup | None) -> Exception:
     """Ask all ranks for their scales, now that no exchange is under way. Collective: all know of it."""
     try:
-        scales = [float(text) for text in all_gather_text(repr(loss_scale), control)]
+        scales = _of_all(loss_scale, control)
     except Exception as error:
         return error
-    usual = max(scales, key=scales.count)
-    others = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in enumerate(scales) if scale != usual)
+    usual = max(scales.values(), key=list(scales.values()).count)
+    others = ", ".join(f"{who} has {scale:g}" for who, scale in scales.items() if scale != usual)
+    got = f"{usual:g} on most while {others}" if others else f"another than {usual:g}, which this rank has"
     return LossScaleError(
-        f"expected GradScalers of one scale on all ranks, got {usual:g} on most while {others}, in step "
+        f"expected GradScalers of one scale on all ranks, got {got}, in step "
         f"{step}: gradients are in different units; nothing was delivered and residuals kept. Give all "
         "scalers the same arguments, load the same scaler state everywhere, and call step() and update() alike"
     )
 
 
-def lost(local_norm: float, step: int, control: dist.ProcessGroup) -> Exception | None:
+def lost(local_norm: float, step: int, control: dist.ProcessGroup | None) -> Exception | None:
     """Ask all ranks for the norms of what they gave, where nothing but zeros came back. Collective, like that."""
     try:
-        norms = [float(text) for text in all_gather_text(repr(local_norm), control)]
+        norms = _of_all(local_norm, control)
     except Exception as error:
         return error
-    given = ", ".join(f"rank {rank}: {norm:.3g}" for rank, norm in enumerate(norms) if norm > 0)
+    given = ", ".join(f"{who}: {norm:.3g}" for who, norm in norms.items() if norm > 0)
     if not given:
         return None
     return LostGradientError(
         f"step {step} delivered zeros only, while gradients have norms of ({given}): they are too small for "
         "what the recipe sends, or cancel. Use a GradScaler, a larger loss, or a recipe with a scale, as int8"
     )
+
+
+def _of_all(number: float, control: dist.ProcessGroup | None) -> dict[str, float]:
+    """Return every rank's number; without a group, where ranks may be gone that would be waited for, this one's."""
+    if control is None:
+        return {"this rank": number}
+    return {f"rank {rank}": float(text) for rank, text in enumerate(all_gather_text(repr(number), control))}

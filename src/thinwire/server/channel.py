@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.errors import PlanError, RankLostError, ServerError, WireError
 from thinwire.server.keys import WorkerKeys
-from thinwire.server.protocol import Clocks, Failure, Hello, Kind
+from thinwire.server.protocol import Clocks, Failure, Hello, Kind, Welcome
 from thinwire.server.sockets import Wake, check_address, join, send_frame, set_up, zmq_module
 from thinwire.wire import Data, Frame, parse_frame
 
@@ -55,6 +55,7 @@ class Channel:
     Attributes:
         refused: frames of servers that were not taken, by reason.
         clock: how many exchanges this worker has begun; whoever begins them counts here.
+        goes_on: whether a server goes on without workers that are lost; known once `hello` returns.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Channel:
         fail: Callable[[BaseException], None],
     ) -> None:
         self.refused: Counter[str] = Counter()
-        self.clock = 0
+        self.clock, self.goes_on = 0, False
         self._addresses, self._session, self._rank, self._world_size = list(addresses), session, rank, world_size
         self._heartbeat_s, self._heartbeat_timeout_s, self._timeout_s = heartbeat_s, heartbeat_timeout_s, timeout_s
         self._mates, self._fail = list(mates), fail
@@ -248,6 +249,7 @@ class Channel:
         match frame.kind:
             case Kind.WELCOME:
                 self._welcomes.add(server)
+                self.goes_on = self.goes_on or Welcome.parse(frame.payload).on_worker_loss == "continue"
                 if len(self._welcomes) == len(self._sockets):
                     self._heard_s = [time.monotonic()] * len(self._sockets)
                     self._welcome.set()

@@ -157,6 +157,7 @@ class ServerDriver:
         self._waiting, self._open = deque[_Ticket](), set[_Ticket]()
         self._under_way = 0
         self._rounds: dict[str, tuple[int, int]] = {}  # content -> its digest, and how often it was pushed
+        self._goes_on = False
         self._asked = 0  # questions to servers, each with a number
         self._error: BaseException | None = None
 
@@ -189,6 +190,7 @@ class ServerDriver:
             fail=self.fail,
         )
         self._channel.hello("\n".join(plan), servers.connect_timeout_s)
+        self._goes_on = self._channel.goes_on
 
     def submit(self, exchange: Exchange, schedule: tuple[Round, ...], name: str = "") -> "Future[Outcome]":
         """Queue an exchange; call in the same order on every rank. Traces call it by its name.
@@ -308,6 +310,11 @@ class ServerDriver:
             self._node.close(None if self._error is None else LEAVE_S)
         self._pool.shutdown(cancel_futures=True)
         self._lane.close(None if self._error is None else LEAVE_S)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether servers go on without workers that are lost; known once `open` returns."""
+        return self._goes_on
 
     @property
     def error(self) -> BaseException | None:

@@ -2,7 +2,7 @@
 
 A run, as one worker sees it (w: worker, s: server):
 
-    w HELLO {rank, ...; the plan}      s WELCOME, once all workers have said HELLO with the same plan
+    w HELLO {rank, ...; the plan}      s WELCOME {...}, once all workers have said HELLO with the same plan
     w DECLARE text of a content        (before its first push)
     w PUSH bytes, with AND_PULL        s MEAN bytes, as soon as the round is complete
     w HEARTBEAT                        s HEARTBEAT clocks of all workers
@@ -74,6 +74,17 @@ class Hello(Text):
     server: int
     num_servers: int
     plan: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Text):
+    """A server takes a worker in.
+
+    Attributes:
+        on_worker_loss: "fail" or "continue".
+    """
+
+    on_worker_loss: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from thinwire.plan import first_difference
 from thinwire.server.content import Content, parse_content
 from thinwire.server.lines import FewLines
 from thinwire.server.mean import Mean, Store, Units
-from thinwire.server.protocol import AND_PULL, Clocks, Failure, Hello, Kind, Residuals, unpack_values
+from thinwire.server.protocol import AND_PULL, Clocks, Failure, Hello, Kind, Residuals, Welcome, unpack_values
 from thinwire.wire import ALIGNMENT, MAX_PAYLOAD_NBYTES, Data, Frame, digest_of, parse_frame
 
 Peer = Hashable  # how the transport calls one connection
@@ -270,8 +270,9 @@ class Service:
         with self._lock:  # engine threads and metrics go through them
             self._workers[rank] = _Worker(peer, rank, now_s)
         if len(self._workers) == options.num_workers:
+            welcome = Welcome(options.on_worker_loss)
             for worker in self._workers.values():
-                self._tell(worker.peer, self._frame(Kind.WELCOME))
+                self._tell(worker.peer, self._frame(Kind.WELCOME, payload=welcome.pack()))
 
     @property
     def is_over(self) -> bool:
