@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thinwire import PlanOptions
+from thinwire.aggregators import MEAN, Message
 from thinwire.errors import StateError
 from thinwire.integrations.served import OwedByServers
 from thinwire.phases import build_phases
@@ -21,9 +22,10 @@ class Kept:
     error = None
 
     def __init__(self):
-        self.residuals = {}
+        self.residuals, self.asked = {}, None
 
     def read_residuals(self, partitions, loss_scale, step):
+        self.asked = {p.name for p in partitions}, step
         return [self.residuals[p.name, p.offset] for p in partitions]
 
     def write_residuals(self, partitions, values, loss_scale, rates):
@@ -62,6 +64,19 @@ def test_only_what_servers_keep_in_some_phase_is_owed() -> None:
         for rank in range(3):
             _owed(servers, rank, recipe).write({})
         assert {name for name, _ in servers.residuals} == names, recipe
+
+
+def test_servers_go_back_where_one_of_their_means_was_not_finite() -> None:
+    servers = Kept()
+    owed, plan = _owed(servers, 0), build_phases(PARAMS.items(), "topk:0.1", 3, OPTIONS).final
+    owed.write({})
+    messages = [Message(plan.messages([name])[0], [], 0) for name in PARAMS]
+    messages[0].nonfinite = {(MEAN, "a")}
+    messages[1].nonfinite = {(2, "b")}  # a rank's own: no server has counted it
+    messages[2].nonfinite = {(MEAN, "c")}  # dense: nothing is owed
+    servers.residuals = {(p.name, p.offset): torch.zeros(p.numel) for p in messages[0].layout.partitions}
+    owed.take_back(messages, 7)
+    assert servers.asked == ({"a"}, 7)
 
 
 def test_states_that_differ_are_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -185,6 +185,46 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks):
                 assert whole == resumed
 
 
+def _overflown(rank, world_size, addresses, bad):
+    """Train four steps, and again in two pieces; in one step a part of a mean is too large for its dtype."""
+    ends = []
+    for pieces in ([range(4)], [range(bad + 1), range(bad + 1, 4)]):
+        module, state = seeded(Tower), None
+        for steps in pieces:
+            model = DDP(module, bucket_cap_mb=0.01)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with attached(model, "int8+fp16@ef", servers=addresses, on_nonfinite="warn") as link:
+                if state is not None:
+                    link.load_state_dict(state)
+                for step in steps:
+                    before = link.state_dict()
+                    optimizer.zero_grad()
+                    spike = 1e6 * module.layers[1].weight[0, 0] if step == bad else 0.0
+                    (loss(model, batch(rank, step)) + spike).backward()
+                    if step != bad:
+                        optimizer.step()
+                        continue
+                    assert not all(bool(g.isfinite().all()) for g in gradients(model))
+                    if len(pieces) == 1:
+                        continue  # DDP makes other buckets after the first step
+                    names = [name for name in before["owner"] if name.startswith("layers.1.weight")]
+                    after = link.state_dict()
+                    for slot in ("worker", "owner"):
+                        assert all(torch.equal(after[slot][name], before[slot][name]) for name in names)
+                state = link.state_dict()
+        ends.append(digest([*module.parameters(), *state["worker"].values(), *state["owner"].values()]))
+        assert sum(float(t.abs().sum()) for t in state["owner"].values()) > 0
+    return ends
+
+
+def test_a_mean_that_came_to_nothing_counts_at_no_server(ranks):
+    """Others of the same message were fine at another server, before buckets change and before a state is saved."""
+    with servers(2, 2) as started:
+        for bad in (0, 1):
+            for whole, resumed in ranks(2).run(_overflown, [server.address for server in started], bad):
+                assert whole == resumed
+
+
 def _closed(rank, world_size, recipe, addresses):
     model = DDP(seeded(Tower))
     with attached(model, recipe, servers=addresses) as link:

@@ -116,7 +116,6 @@ class Message:
         unused: parameters that no rank's backward reached; equal on all ranks.
         scales_differ: whether ranks had different loss scales, so that nothing was delivered; equal on all ranks.
         num_present: how many ranks the last mean is over, where servers say so, which may go on without some.
-        undelivered: whether what servers answered in the last step came to nothing, so that they must take it back.
         encode_s, decode_s: wall seconds spent in kernels.
     """
 
@@ -135,7 +134,6 @@ class Message:
     unused: set[str] = field(default_factory=lambda: set())
     scales_differ: bool = False
     num_present: int | None = None
-    undelivered: bool = False
     encode_s: float = 0.0
     decode_s: float = 0.0
     _statistics: Tensor | None = None

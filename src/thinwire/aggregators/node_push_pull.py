@@ -171,7 +171,6 @@ class NodePushPull(Aggregator):
             message.decode(down, means)
         buffers.give(means)
         message.finish()
-        message.undelivered = bool(message.nonfinite)
 
 
 ThroughServers = PushPull | NodePushPull  # the exchanges whose owners are servers

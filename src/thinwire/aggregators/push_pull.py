@@ -21,7 +21,6 @@ from thinwire.aggregators.owners import fill, places_of_all
 from thinwire.aggregators.push_pull_header import (
     MIXED,
     SCALES_DIFFER,
-    UNDELIVERED,
     PushHeader,
     pull_header_nbytes,
     push_header_nbytes,
@@ -139,7 +138,6 @@ class PushPull(Aggregator):
             message.settle()
         buffers.give(means)
         message.finish()
-        message.undelivered = bool(message.nonfinite)
 
 
 def server_work(partition: Partition) -> int:
@@ -221,7 +219,7 @@ def write_headers(
         if own:
             header = PushHeader(
                 step=message.step,
-                flags=(UNDELIVERED if message.undelivered else 0) | (MIXED if mixed else 0),
+                flags=MIXED if mixed else 0,
                 used=used,
                 nonfinite=nonfinite,
                 who=who,

@@ -20,7 +20,7 @@ from thinwire.wire import align
 
 _START = struct.Struct("<II")
 
-UNDELIVERED = 1  # flag of a push: the last mean of this content was not delivered, so that it must not count
+UNDELIVERED = 1  # flag of a push: the last mean of this content was not delivered; workers ask with a GET instead
 MIXED = 2  # flag of a push: ranks that it stands for had different loss scales
 SCALES_DIFFER = 1  # flag of a pull: ranks had different loss scales, so that there is no mean
 

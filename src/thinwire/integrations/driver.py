@@ -57,7 +57,7 @@ class ServedDriver(Driver, Protocol):
         ...
 
     def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:
-        """Return what servers owe of these partitions, after so many committed steps."""
+        """Return what servers owe of these partitions, after so many committed steps; later ones are undone there."""
         ...
 
     def write_residuals(

@@ -575,6 +575,8 @@ class Link:
         elif step.error is None:
             if nonfinite:
                 step.error = self._raise_or_warn(not_finite(nonfinite, step.number))
+                if self._served is not None:
+                    self._served.take_back(step.messages, step.number)
             elif step.number % NORM_EVERY == 0 and not step.delivered and not step.may_hold_back():
                 step.error = lost(step.local_norm, step.number, self._control)
             if self._allocator is not None and not nonfinite:

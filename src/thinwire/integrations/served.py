@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.aggregators import Partition, ThroughServers
+from thinwire.aggregators import MEAN, Message, Partition, ThroughServers
 from thinwire.errors import StateError
 from thinwire.integrations.driver import ServedDriver
 from thinwire.phases import Phases
@@ -45,6 +45,17 @@ class OwedByServers:
         for p, residual in zip(self._share, found, strict=True):
             whole[p.name][p.offset : p.offset + p.numel] = residual
         return {name: self._state.in_shape(name, flat) for name, flat in whole.items()}
+
+    def take_back(self, messages: Sequence[Message], step: int) -> None:
+        """Let servers put back what they counted of means that came to nothing in a step.
+
+        The mean of one server, or what was left of it in 16 bits, was not finite, so that nothing of its message is
+        delivered, while the others know of none of that. Asked for what they owed before the step they go back to it.
+        All ranks ask, before they push again. Where a rank's own contribution was not finite, no server counted it.
+        """
+        undelivered = (message for message in messages if any(rank == MEAN for rank, _ in message.nonfinite))
+        partitions = [p for message in undelivered for p in message.layout.partitions if p.name in self._numel]
+        self._driver.read_residuals(partitions, self._state.loss_scale, step)
 
     def check(self, saved: Mapping[str, Tensor], *, strict: bool) -> None:
         """Compare names and shapes; a state that was saved after servers were lost has none.

@@ -230,7 +230,7 @@ class ServerDriver:
         Args:
             partitions: any.
             loss_scale: in units of which they are to be.
-            step: steps committed.
+            step: steps committed: of these partitions servers undo what they did in a later one.
 
         Raises:
             ServerError: the run has failed, or this driver is closed.
