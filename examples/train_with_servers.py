@@ -2,10 +2,9 @@
 
     thinwire launch --servers-per-node 2 --nproc-per-node 2 examples/train_with_servers.py
 
-Under Slurm, with one task a node, keys made once by `thinwire keys keys`, and all nodes seeing this folder:
+Under Slurm, from a folder that all nodes see:
 
-    srun --nodes 4 --ntasks-per-node 1 bash -c 'thinwire launch --nproc-per-node 4 --keys keys \
-        --hosts "$(scontrol show hostnames | paste -sd,)" --node-rank "$SLURM_NODEID" examples/train_with_servers.py'
+    sbatch examples/slurm_servers.sbatch examples/train_with_servers.py
 """
 
 import torch

@@ -65,6 +65,9 @@ def test_metrics_and_a_status_line():
         (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", FIRST + ",4000"], 1, "got 4000 among others"),
         (["--bind", "tcp://127.0.0.1:0", "--cpu-affinity", "0-"], 2, "expected processors such as 0,2-5"),
         (["--bind", "tcp://127.0.0.1:0", "--server-index", "2/2"], 2, "expected which of how many servers"),
+        (["--bind", "tcp://127.0.0.1:0", "--metrics", "0.0.0.0"], 2, "expected a port, such as 9100, or HOST:PORT"),
+        (["--bind", "tcp://127.0.0.1:0", "--metrics", "192.0.2.1:0"], 1, "expected a free port at an address of this"),
+        (["--bind", "tcp://127.0.0.1:0", "--grace", "-1"], 2, "expected a number from 0 on"),
     ],
 )
 def test_what_is_wrong_is_said(arguments, status, message, capsys):
@@ -139,7 +142,7 @@ def test_servers_are_numbered_node_after_node(tmp_path):
     )
     assert launch.addresses() == ["tcp://a:5555", "tcp://a:5556", "tcp://b:5555", "tcp://b:5556"]
     commands = [" ".join(command[1:]) for command in launch.server_commands()]
-    keys = f"--threads 1 --keys {tmp_path}/server"
+    keys = f"--threads 1 --keys {tmp_path}/server --grace 60.0"
     assert commands == [
         f"-m thinwire server --bind tcp://0.0.0.0:{port} --num-workers 8 --server-index {index}/4 {keys}"
         for port, index in ((5555, 2), (5556, 3))

@@ -64,25 +64,22 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.server.launch import Launch
     from thinwire.server.launch import run as launch
 
+    what = Launch(
+        hosts=tuple(args.hosts.split(",")),
+        node_rank=args.node_rank,
+        servers_per_node=args.servers_per_node,
+        nproc_per_node=args.nproc_per_node,
+        port=args.port,
+        master_port=args.master_port,
+        keys=args.keys,
+        threads=args.threads,
+        cpus=None if args.cpu_affinity is None else frozenset(args.cpu_affinity),
+        leader_share=args.leader_share,
+        metrics=args.metrics,
+        grace_s=args.grace,
+        server_arguments=option_arguments(args),
+        script=(args.script, *args.arguments),
+    )
     interrupt_on_signals()
     # Where this process is killed it can end nobody: then the kernel asks them.
-    prepare = functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None
-    return launch(
-        Launch(
-            hosts=tuple(args.hosts.split(",")),
-            node_rank=args.node_rank,
-            servers_per_node=args.servers_per_node,
-            nproc_per_node=args.nproc_per_node,
-            port=args.port,
-            master_port=args.master_port,
-            keys=args.keys,
-            threads=args.threads,
-            cpus=None if args.cpu_affinity is None else frozenset(args.cpu_affinity),
-            leader_share=args.leader_share,
-            metrics=args.metrics,
-            grace_s=args.grace,
-            server_arguments=option_arguments(args),
-            script=(args.script, *args.arguments),
-        ),
-        prepare,
-    )
+    return launch(what, functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None)

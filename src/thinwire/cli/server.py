@@ -120,13 +120,14 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
     )
     server = Server(args.bind, options, None if args.keys is None else ServerKeys.read(args.keys), args.grace)
-    _stop_on_signals(server, args.grace)
-    print(f"server {index} of {num} for {args.num_workers} workers{where} at {server.address}", flush=True)
     with contextlib.closing(server):
+        lines = [f"server {index} of {num} for {args.num_workers} workers{where} at {server.address}"]
         if args.metrics is not None:
             host, port = args.metrics
             port = serve_metrics(server, port, host)
-            print(f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics", flush=True)
+            lines.append(f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
+        _stop_on_signals(server, args.grace)
+        print(*lines, sep="\n", flush=True)
         if args.status is not None:
             threading.Thread(target=_say, args=(StatusLine(server), args.status), daemon=True).start()
         server.run()
