@@ -127,7 +127,6 @@ class ServedWorld(World):
         self.num_servers, self.arrival = num_servers, order
         self.cluster = Cluster(world_size, num_servers, **(options or {}))
         self.loss_scales: list[float] = []
-        self.undelivered = False  # whether workers say so of the step before
         kind = PushPull if isinstance(exchange, TwoShot) else NodePushPull
         settings = {field.name: getattr(exchange, field.name) for field in dataclasses.fields(exchange)}
         served = kind(**settings, num_servers=num_servers)
@@ -151,7 +150,6 @@ class ServedWorld(World):
         for layout in self.plan.messages(self.order or list(self.shapes)):
             messages = [self.message(layout, rank) for rank in range(self.world_size)]
             for rank, message in enumerate(messages):
-                message.undelivered = self.undelivered
                 message.loss_scale = self.loss_scales[rank] if self.loss_scales else loss_scale
                 for p in layout.partitions:
                     block = self.block(rank, p, values[rank][p.name])

@@ -1,11 +1,12 @@
 """Frames: what is damaged is refused with a reason, and never does anything."""
 
+import dataclasses
 import json
 import logging
 
 import pytest
 import torch
-from fuzz import fuzz
+from fuzz import fuzz, fuzz_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from in_one_process import SESSION, Cluster
@@ -16,7 +17,7 @@ from thinwire.aggregators.push_pull import describe
 from thinwire.errors import WireError
 from thinwire.plan import build_plan
 from thinwire.server.content import parse_content
-from thinwire.server.protocol import Failure, Hello, Kind
+from thinwire.server.protocol import AND_PULL, Failure, Hello, Kind, Residuals, pack_values
 from thinwire.wire import FRAME_NBYTES, Frame, digest_of, parse_frame
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -90,6 +91,7 @@ def _content() -> str:
         ("offset", -4), ("offset", 1.5), ("numel", 1 << 40), ("numel", None), ("shape", [3, 6]), ("shape", "x"),
         ("shape", [-3, -5]), ("up", "no-such-kind"), ("up", "topk:0.01"), ("down", "sign"), ("up", None),
         ("up", "lowrank:2"), ("feedback", "nonsense"), ("feedback", 7),
+        ("feedback", 0), ("feedback", False), ("feedback", []), ("feedback", {}), ("shape", [1 << 70]),
     ],
 )  # fmt: skip
 def test_what_a_content_says_is_checked(field, value):
@@ -97,6 +99,15 @@ def test_what_a_content_says_is_checked(field, value):
     described["partitions"][0][field] = value
     with pytest.raises(WireError, match="content: "):
         parse_content(json.dumps(described), 2)
+
+
+def test_a_shape_is_as_large_as_it_says():
+    """Whatever its product is in 64 bits."""
+    described = json.loads(_content())
+    for numel, shape in ((0, [1 << 32, 1 << 32]), (4, [1 << 62, 5])):
+        described["partitions"][0].update(numel=numel, shape=shape)
+        with pytest.raises(WireError, match=f"expected a shape of {numel} elements"):
+            parse_content(json.dumps(described), 2)
 
 
 def test_a_content_of_another_world_or_twice_the_same_partition():
@@ -154,19 +165,97 @@ def test_another_run_has_to_wait_for_the_end_of_this_one():
     assert [cluster.inbox[0, rank][0].kind for rank in (0, 1)] == [Kind.WELCOME] * 2
 
 
+@pytest.mark.usefixtures("_quiet")
+def test_once_all_have_said_hello_a_stranger_ends_no_run():
+    cluster = Cluster(2)
+    for rank, world_size in ((77, 2), (2, 3), (-1, 2)):
+        hello = Hello(rank, world_size, 0, 1, "another plan").pack()
+        frame = Frame(kind=Kind.HELLO, session=SESSION, sender=max(rank, 0), payload=hello)
+        cluster.services[0].receive("a stranger", frame.header(), frame.payload)
+    assert cluster.services[0].refused == {"foreign": 3}
+    assert not any(cluster.inbox.values())
+    assert not cluster.services[0].is_over
+
+
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize(
+    ("kind", "flags", "payload", "match"),
+    [
+        (Kind.PULL, 0, b"x", "pull: expected no payload, got 1 bytes"),
+        (Kind.HEARTBEAT, 0, b"x", "heartbeat: expected no payload, got 1 bytes"),
+        (Kind.PULL, AND_PULL, b"", "expected flags of a frame of kind 5, at most 0, got 1"),
+        (Kind.PUSH, 6, b"", "expected flags of a frame of kind 4, at most 1, got 6"),
+        (13, 0, b"", "expected a frame that workers send, got kind 13"),
+    ],
+)
+def test_a_request_has_the_flags_and_the_payload_of_its_kind(kind, flags, payload, match):
+    cluster = Cluster(2)
+    cluster.send(0, 1, Frame(kind=kind, session=SESSION, sender=1, flags=flags, payload=payload))
+    for rank in (0, 1):
+        (frame,) = cluster.inbox[0, rank]
+        assert f"what worker 1 sent: {match}" in Failure.parse(frame.payload).message
+
+
+RESIDUALS = Residuals(["w", "v"], [0, 0], [3, 1], [0.1, 0.0], 2.0, 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"names": ["w"]}, {"names": ["w", "w"]}, {"offsets": [0, -1]}, {"numels": [3, -1]}, {"loss_scale": 0.0},
+        {"loss_scale": float("nan")}, {"loss_scale": float("inf")}, {"rates": [0.1, float("nan")]},
+        {"rates": [-0.1, 0.0]}, {"rates": [0.1, float("inf")]}, {"numels": [10**4299] * 2}, {"numels": [1 << 28, 1]},
+    ],
+)  # fmt: skip
+def test_what_a_question_about_residuals_says_is_checked(changes):
+    for found in (RESIDUALS, Residuals([], [], [], [], 1.0, 0)):
+        found.check()
+    with pytest.raises(WireError, match="Residuals: expected"):
+        dataclasses.replace(RESIDUALS, **changes).check()
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_residuals_that_no_server_can_have_kept_end_the_run():
+    for text, values, match in (
+        (RESIDUALS, [1.0, 2.0, 3.0], "expected 4 values, got 12 bytes"),
+        (RESIDUALS, [1.0, 2.0, float("nan"), 3.0], "expected residuals that are finite"),
+        (dataclasses.replace(RESIDUALS, numels=[10**4299] * 2), [1.0], "Residuals: expected offsets, and sizes"),
+    ):
+        cluster = Cluster(2)
+        payload = pack_values(text, torch.tensor(values).numpy().tobytes())
+        cluster.send(0, 1, Frame(kind=Kind.PUT, session=SESSION, sender=1, payload=payload))
+        (frame,) = cluster.inbox[0, 0]
+        assert f"what worker 1 sent: {match}" in Failure.parse(frame.payload).message
+
+
+@pytest.mark.parametrize("depth", [10, 300, 980, 990, 2000, 100_000])
+def test_a_text_may_be_as_deep_as_it_likes(depth):
+    nested = b"[" * depth + b"]" * depth
+    for data in (nested, b'{"kind": "x", "message": ' + nested + b"}"):
+        with pytest.raises(WireError, match="Failure: expected"):
+            Failure.parse(data)
+
+
 def test_the_digest_of_a_content_is_never_zero():
     assert digest_of("") > 0
 
 
-@pytest.mark.usefixtures("_quiet")
 def test_nonsense_has_no_effect():
-    service = fuzz(20_000)
-    assert set(service.refused) >= {"malformed", "foreign", "late", "out of order"}
+    assert set(fuzz(10_000)) >= {"malformed", "foreign", "late", "out of order", "duplicate"}
+
+
+def test_nonsense_of_workers_ends_the_run_in_their_names_or_has_no_effect():
+    outcomes = fuzz_workers(1000)
+    assert set(outcomes) >= {"ended the run: malformed", "ended the run: content", "refused: late", "taken"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("_quiet")
 def test_a_million_frames_of_nonsense():
-    service = fuzz(1_000_000, seed=1, every=10_000)
-    assert sum(service.refused.values()) > 900_000
+    assert fuzz(1_000_000, seed=1, every=10_000).total() > 900_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_thousand_frames_of_nonsense_of_workers():
+    assert fuzz_workers(100_000, seed=1).total() == 100_000

@@ -43,10 +43,10 @@ class Workers:
         frame = self.cluster.frame(kind, rank, self.text, round_, payload)
         self.cluster.send(0, rank, dataclasses.replace(frame, flags=flags))
 
-    def push(self, rank: int, round_: int, value: float, *, and_pull: bool = False) -> None:
+    def push(self, rank: int, round_: int, value: float, *, and_pull: bool = False, step: int | None = None) -> None:
         (partition,) = self.layout.partitions
         block = self._states[rank].block(partition, torch.full((NUMEL,), value), frozenset())
-        transfer = next(PushPull.exchange(Message(self.layout, [block], rank, round_)))
+        transfer = next(PushPull.exchange(Message(self.layout, [block], rank, round_ if step is None else step)))
         self._send(rank, Kind.PUSH, round_, transfer.send.numpy().tobytes(), AND_PULL if and_pull else 0)
 
     def pull(self, rank: int, round_: int) -> None:
@@ -280,6 +280,26 @@ def test_a_worker_that_leaves_after_its_part_of_a_round_is_not_missed():
     assert workers.got(0) == [(0, 2.0, 2)]
     workers.bye(0)
     assert not workers.service.counts["lost_workers"]
+
+
+def test_a_push_that_is_refused_blames_nobody_who_left():
+    workers = Workers(2)
+    for rank in (0, 1):
+        workers.push(rank, 0, 1.0, and_pull=True)
+    workers.cluster.send(0, 0, Frame(kind=Kind.BYE, session=SESSION, sender=0))
+    workers.push(1, 0, 1.0)
+    workers.push(1, 5, 1.0)
+    assert workers.service.refused == {"late": 1, "out of order": 1}
+    assert not workers.service.is_over
+
+
+def test_workers_at_different_steps_are_both_named():
+    workers = Workers(2)
+    workers.push(0, 0, 1.0)
+    workers.push(1, 0, 1.0, step=3)
+    for rank in (0, 1):
+        (failure,) = workers.errors(rank)
+        assert "what worker 1 pushed: push: expected step 0 as of worker 0, got 3" in failure.message
 
 
 def test_a_goodbye_that_cannot_be_read_is_refused():

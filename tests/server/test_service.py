@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from world import World, bits, gradients
 from thinwire import BlockQuant, ErrorFeedback, TopK, TwoShot, parse_recipe
 from thinwire.aggregators.undo import Undo
 from thinwire.feedback import Slot
+from thinwire.server.protocol import Failure, Kind, Residuals
 
 RECIPES = [
     "identity", "fp16", "bf16", "int8", "int8:stochastic", "int4", "int2", "int8:rotation=32", "e4m3", "e3m0",
@@ -152,7 +155,7 @@ def test_a_step_that_came_to_nothing_leaves_units_as_they_are(recipe, spoilt):
         served.loss_scales = [4.0, 2.0] if spoilt == "loss scales differ" else []
         got = served.run(grads, loss_scale=4.0)
         assert all(bool(v.isnan().all()) for values in got for v in values.values())
-        served.step, served.undelivered, served.loss_scales = served.step - 1, True, []
+        served.step, served.loss_scales = served.step - 1, []
     assert [bits(v) for v in served.run(unit_ratio=0.5, loss_scale=2.0)] == [bits(v) for v in plain.run(unit_ratio=0.5)]
     _same_residuals(plain, served)
 
@@ -188,6 +191,33 @@ def test_one_worker_asks_for_residuals_while_another_begins_a_step(monkeypatch):
         asked.result()
     assert torch.equal(out, before)
     assert torch.equal(service.store.items()["w", 0].tensors[Slot.OWNER], before)
+
+
+@pytest.mark.parametrize("alone", ["the same step", "asks for an earlier step"])
+def test_what_one_worker_says_alone_takes_nothing_back(alone):
+    """Of a round that all have ended; it says so in a push of another content with the same partitions, or asks."""
+    plain, served = World(parse_recipe("onebit"), 2), ServedWorld(parse_recipe("onebit"), 2)
+    for world in (plain, served):
+        world.run()
+        world.run()
+    (one,), cluster = served.cluster.services[0]._served.values(), served.cluster
+    if alone == "asks for an earlier step":
+        p = one.content.layout.partitions[0]
+        about = Residuals([p.name], [p.offset], [p.numel], [0.0], 1.0, 0)
+        cluster.send(0, 0, cluster.frame(Kind.GET, 0, "", payload=about.pack()))
+        (frame,) = cluster.inbox[0, 1]
+        assert (
+            "what worker 0 sent: embed.weight: expected a step from 1 on, got 0" in Failure.parse(frame.payload).message
+        )
+        return
+    text = json.loads(served.plan.messages(list(served.shapes))[0].rounds[0].contents[0])
+    text = json.dumps({**text, "num_names": text["num_names"] + 1})
+    cluster.send(0, 0, cluster.frame(Kind.DECLARE, 0, text, payload=text.encode()))
+    push = struct.pack("<IIf", 1, 0, 1.0).ljust(one.content.push_nbytes, b"\0")
+    cluster.send(0, 0, cluster.frame(Kind.PUSH, 0, text, payload=push))
+    assert not cluster.services[0].refused
+    assert [bits(v) for v in served.run()] == [bits(v) for v in plain.run()]
+    _same_residuals(plain, served)
 
 
 def test_workers_of_different_loss_scales_get_nothing():

@@ -20,8 +20,7 @@ from thinwire.wire import align
 
 _START = struct.Struct("<II")
 
-UNDELIVERED = 1  # flag of a push: the last mean of this content was not delivered; workers ask with a GET instead
-MIXED = 2  # flag of a push: ranks that it stands for had different loss scales
+MIXED = 1  # flag of a push: ranks that it stands for had different loss scales
 SCALES_DIFFER = 1  # flag of a pull: ranks had different loss scales, so that there is no mean
 
 
@@ -31,7 +30,7 @@ class PushHeader:
 
     Attributes:
         step: the training step, which keys random streams.
-        flags: `UNDELIVERED`, `MIXED`, both or 0.
+        flags: `MIXED` or 0.
         used, nonfinite: bitmaps over the parameters of the message.
         who: bitmap over ranks: in whose contribution something is not finite; 0 where it is in their sum alone.
         loss_scale: the factor that this worker's gradients came with.
@@ -108,7 +107,7 @@ def read_push_header(data: Tensor, num_names: int, num_rates: int, world_size: i
     who = int.from_bytes(data[middle:start].numpy().tobytes(), "little")
     rates = np.frombuffer(data[start : start + 8 * num_rates].numpy().tobytes(), "<f8")
     loss_scale = float(np.frombuffer(scale, "<f4")[0])
-    if (used | nonfinite) >> num_names or who >> world_size or flags & ~(UNDELIVERED | MIXED):
+    if (used | nonfinite) >> num_names or who >> world_size or flags & ~MIXED:
         raise WireError(
             f"push: expected bits of {num_names} parameters and {world_size} ranks, and known flags, got others"
         )

@@ -1,11 +1,10 @@
 """What the bytes of a push and of a pull are, read from the text in which workers describe it."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
-
-import torch
 
 from thinwire.aggregators import MessageLayout, Partition, TwoShot
 from thinwire.aggregators.push_pull import num_rates, server_work
@@ -118,14 +117,15 @@ def _partition(row: Any, num_names: int) -> tuple[Partition, int]:
     for what, (value, limit) in limits.items():
         if type(value) is not int or not 0 <= value < limit:
             raise ValueError(f"expected a {what} from 0 to {limit - 1}, got {value!r:.80}")
-    if not all(isinstance(text, str) for text in (name, dtype, up, down, feedback or "")) or dtype not in _DTYPES:
+    texts = (name, dtype, up, down, *(() if feedback is None else (feedback,)))
+    if not all(isinstance(text, str) for text in texts) or dtype not in _DTYPES:
         raise ValueError(f"expected a name, recipes and one of {', '.join(_DTYPES)}, got {dtype!r:.80}")
     sizes = None
     if shape is not None:
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in cast(list[Any], shape)):
             raise ValueError(f"expected a shape or null, got {shape!r:.80}")
         sizes = tuple(cast(list[int], shape))
-        if torch.Size(sizes).numel() != numel:
+        if math.prod(sizes) != numel:  # exact: products in 64 bits may come out as anything
             raise ValueError(f"{name}: expected a shape of {numel} elements, got {sizes}")
     aggregator = TwoShot(
         up=parse_compressor(up),

@@ -12,7 +12,6 @@ from thinwire.aggregators import Block, BufferPool, Message, Partition, Section
 from thinwire.aggregators.push_pull_header import (
     MIXED,
     SCALES_DIFFER,
-    UNDELIVERED,
     PullHeader,
     PushHeader,
     read_push_header,
@@ -86,9 +85,11 @@ class Store:
             if kept is None or Slot.OWNER not in kept.tensors:
                 out.zero_()
                 return
+            if kept.units.step > step:  # workers commit no step without its rounds, and begin none before
+                raise WireError(f"{place[0]}: expected a step from {kept.units.step} on, got {step}")
             residual = kept.tensors[Slot.OWNER]
             _check_numel(place, residual, out)
-            if kept.units.step >= step:
+            if kept.units.step == step:
                 kept.take_back()
             torch.mul(residual, loss_scale / kept.units.loss_scale, out=out)
 
@@ -145,21 +146,20 @@ class Mean:
             raise WireError(f"push: expected {content.push_nbytes} bytes, got {data.numel()}")
         header = read_push_header(data, content.num_names, content.num_rates, content.layout.world_size)
         if not self._headers:
-            self._begin(header)
-        first = self._headers[0][1] if self._headers else header
-        if (header.step, header.flags & UNDELIVERED) != (first.step, first.flags & UNDELIVERED):
-            raise WireError(f"push: expected step {first.step} as of the others, got {header.step}")
+            self._bad, self._message.step = False, header.step
+        before, first = self._headers[0] if self._headers else (rank, header)
+        if header.step != first.step:
+            raise WireError(f"push: expected step {first.step} as of worker {before}, got {header.step}")
         self._bad = self._bad or header.nonfinite > 0 or _scales_differ(header, first)
         if not self._bad:
             self._message.decode(self._up, data, accumulate=bool(self._headers))
         self._headers.append((rank, header))
 
     def _begin(self, header: PushHeader) -> None:
-        """Take back a round that came to nothing: workers are at the same step again, or say so."""
-        self._bad = False
+        """Take back a round that came to nothing, as all workers say who are at the same step again."""
         with self._store.lock:
             for kept in self._kept:
-                if header.flags & UNDELIVERED or kept.units.step == header.step:
+                if kept.units.step == header.step:
                     kept.take_back()
                 kept.undo = None  # what it would need is given back now, and this round may come to nothing, too
             self._message.begin(header.step)
@@ -169,6 +169,7 @@ class Mean:
         content, message = self.content, self._message
         headers = [header for _, header in self._headers]
         first = headers[0]
+        self._begin(first)
         used = nonfinite = mean_nonfinite = who = 0
         for header in headers:
             used |= header.used

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import Any
 
-from thinwire.errors import ServerError
+from thinwire.errors import ServerError, WireError
 from thinwire.server.engine import Engines
 from thinwire.server.keys import ServerKeys
 from thinwire.server.service import Peer, Service, ServiceOptions
@@ -135,10 +135,12 @@ class Server:
                 parts = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(parts) < 3:
-                self.service.refused["malformed"] += 1
+            peer, *rest = parts
+            if len(rest) < 2:
+                came = f"{len(rest)} of {', '.join(str(len(part.buffer)) for part in rest)} bytes"
+                self.service.refuse(peer.bytes, WireError(f"expected parts, a header and a payload, got {came}"))
                 continue
-            peer, header, *payload = parts
+            header, *payload = rest
             # The memory is libzmq's; the payload's view keeps it until an engine thread has read it.
             self.service.receive(peer.bytes, header.bytes, join(payload))
 

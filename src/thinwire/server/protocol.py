@@ -16,11 +16,13 @@ Texts are JSON, at most `MAX_TEXT_NBYTES` long; nothing is ever unpickled.
 
 import enum
 import json
+import math
+import reprlib
 from dataclasses import asdict, dataclass
 from typing import Any, Self, cast, get_args
 
 from thinwire.errors import WireError
-from thinwire.wire import Data, align
+from thinwire.wire import MAX_PAYLOAD_NBYTES, Data, Frame, align
 
 MAX_TEXT_NBYTES = 1 << 24
 AND_PULL = 1  # flag of a PUSH: it is a PULL, too
@@ -41,6 +43,16 @@ class Kind(enum.IntEnum):
     GET = 10
     PUT = 11
     KEPT = 12
+
+
+def check_request(frame: Frame) -> None:
+    """Raise `WireError` where a worker's frame has a flag, or a payload, that its kind has not."""
+    known = AND_PULL if frame.kind == Kind.PUSH else 0
+    nbytes = memoryview(frame.payload).nbytes
+    if frame.flags & ~known:
+        raise WireError(f"expected flags of a frame of kind {frame.kind}, at most {known}, got {frame.flags}")
+    if nbytes and frame.kind in (Kind.PULL, Kind.HEARTBEAT):
+        raise WireError(f"{Kind(frame.kind).name.lower()}: expected no payload, got {nbytes} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +139,18 @@ class Residuals(Text):
     step: int
 
     def check(self) -> None:
-        """Raise `WireError` unless all lists have one length, and all numbers are such."""
+        """Raise `WireError` unless all lists have one length, all numbers are such, and the values fit in a frame."""
         lengths = {len(one) for one in (self.names, self.offsets, self.numels, self.rates)}
-        if len(lengths) != 1 or min(self.numels, default=0) < 0 or not 0 < self.loss_scale < float("inf"):
-            raise WireError(f"Residuals: expected lists of one length and sizes, got lengths {sorted(lengths)}")
+        if len(lengths) != 1 or len(set(zip(self.names, self.offsets, strict=True))) < len(self.names):
+            raise WireError(f"Residuals: expected partitions, each once, got lists of {sorted(lengths)} entries")
+        most = MAX_PAYLOAD_NBYTES // 4
+        if min([*self.offsets, *self.numels], default=0) < 0 or sum(self.numels) > most:
+            raise WireError(f"Residuals: expected offsets, and sizes of {most} elements at most in all, got others")
+        if not (0 < self.loss_scale < math.inf and all(0 <= rate < math.inf for rate in self.rates)):
+            raise WireError(
+                f"Residuals: expected a positive loss scale and rates, got {self.loss_scale} and "
+                f"{reprlib.repr(self.rates)}"
+            )
 
 
 def pack_values(text: Text, values: Data) -> bytes:
@@ -172,7 +192,7 @@ def read_object(data: Data, what: str, types: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise WireError(f"{what}: expected JSON, got {bytes(data)[:40]!r}") from None
     if not isinstance(found, dict) or set(cast(dict[Any, Any], found)) != set(types):
-        raise WireError(f"{what}: expected the fields {', '.join(types)}, got {str(found)[:80]}")
+        raise WireError(f"{what}: expected the fields {', '.join(types)}, got {reprlib.repr(found)}")
     fields = cast(dict[str, Any], found)
     for name, expected in types.items():
         value, item = fields[name], get_args(expected)
@@ -181,5 +201,5 @@ def read_object(data: Data, what: str, types: dict[str, Any]) -> dict[str, Any]:
         else:
             fits = type(value) is expected
         if not fits:
-            raise WireError(f"{what}: expected {name} of type {expected}, got {str(value)[:80]!r}")
+            raise WireError(f"{what}: expected {name} of type {expected}, got {reprlib.repr(value)}")
     return fields

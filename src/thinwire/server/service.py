@@ -26,8 +26,18 @@ from thinwire.plan import first_difference
 from thinwire.server.content import Content, parse_content
 from thinwire.server.lines import FewLines
 from thinwire.server.mean import Mean, Store, Units
-from thinwire.server.protocol import AND_PULL, Clocks, Failure, Hello, Kind, Residuals, Welcome, unpack_values
-from thinwire.wire import ALIGNMENT, MAX_PAYLOAD_NBYTES, Data, Frame, digest_of, parse_frame
+from thinwire.server.protocol import (
+    AND_PULL,
+    Clocks,
+    Failure,
+    Hello,
+    Kind,
+    Residuals,
+    Welcome,
+    check_request,
+    unpack_values,
+)
+from thinwire.wire import ALIGNMENT, Data, Frame, digest_of, parse_frame
 
 Peer = Hashable  # how the transport calls one connection
 Send = Callable[[Peer, bytes, Data], None]  # header and payload of a frame
@@ -172,10 +182,15 @@ class Service:
         except RefusedError as refusal:
             self._note(worker, refusal, now_s)
         except WireError as error:
-            self._note(worker, RefusedError("malformed", str(error)), now_s)
+            self.refuse(peer, error, now_s)
         except Exception as error:  # ours: workers must not wait for a server that died of it
             logging.getLogger("thinwire").exception("a frame was not foreseen")
-            self._note(worker, RefusedError("malformed", f"{type(error).__name__}: {error}"), now_s)
+            self.refuse(peer, WireError(f"{type(error).__name__}: {error}"), now_s)
+
+    def refuse(self, peer: Peer, error: WireError, now_s: float | None = None) -> None:
+        """Refuse what came from a peer and is no frame at all, as `receive` does with one that is damaged."""
+        now_s = time.monotonic() if now_s is None else now_s
+        self._note(self._worker_of(peer), RefusedError("malformed", str(error)), now_s)
 
     def _note(self, worker: _Worker | None, refusal: RefusedError, now_s: float) -> None:
         self.refused[refusal.reason] += 1
@@ -211,6 +226,7 @@ class Service:
                 raise RefusedError("late", "the run is over")
             self._tell(peer, self._frame(Kind.ERROR, payload=self._failure.pack()))
             return
+        check_request(frame)
         match frame.kind:
             case Kind.HEARTBEAT:
                 self._tell(peer, self._frame(Kind.HEARTBEAT, payload=Clocks(self.clocks()).pack()))
@@ -234,6 +250,8 @@ class Service:
         other, kind = frame.session != self._session, "plan"
         if not other and (rank in self._workers or self._worker_of(peer) is not None):
             raise RefusedError("duplicate", f"worker {rank} has said hello before")
+        if not other and len(self._workers) == options.num_workers:
+            raise RefusedError("foreign", f"expected no hello of {rank}: all workers of this run have said theirs")
         try:
             if (hello.world_size, hello.server, hello.num_servers) != (
                 options.num_workers,
@@ -311,12 +329,12 @@ class Service:
             self._served[digest] = Served(digest, frame.session, content, mean, thread)
 
     def _push(self, rank: int, frame: Frame) -> None:
-        served = self._of(frame, rank)
+        served, nbytes = self._of(frame, rank), memoryview(frame.payload).nbytes
         with self._lock:
             self._check_round(served, rank, frame, done=rank in served.added or rank in served.arrived)
-            nbytes = memoryview(frame.payload).nbytes
-            if nbytes != served.content.push_nbytes:
-                raise RefusedError("malformed", f"push: expected {served.content.push_nbytes} bytes, got {nbytes}")
+        if nbytes != served.content.push_nbytes:
+            raise RefusedError("malformed", f"push: expected {served.content.push_nbytes} bytes, got {nbytes}")
+        with self._lock:
             served.arrived[rank] = frame.payload
             if frame.flags & AND_PULL:
                 served.pulls.add(rank)
@@ -360,7 +378,7 @@ class Service:
             about = Residuals.parse(text)
             about.check()
             numel = sum(about.numels)
-            if 4 * numel > MAX_PAYLOAD_NBYTES or (frame.kind == Kind.PUT and memoryview(values).nbytes != 4 * numel):
+            if frame.kind == Kind.PUT and memoryview(values).nbytes != 4 * numel:
                 raise WireError(f"expected {numel} values, got {memoryview(values).nbytes} bytes")
             places = list(zip(about.names, about.offsets, strict=True))
             if frame.kind == Kind.GET:
@@ -370,6 +388,8 @@ class Service:
                 payload = memoryview(out.numpy())  # pyright: ignore[reportArgumentType]  # as below
             else:
                 found = as_tensor(values).view(torch.float32) if numel else torch.empty(0)
+                if not bool(found.isfinite().all()):
+                    raise WireError("expected residuals that are finite, got others")
                 for place, one, rate in zip(places, found.split(about.numels), about.rates, strict=True):
                     self.store.write(place, one, Units(loss_scale=about.loss_scale, rate=rate or None))
                 payload = b""
