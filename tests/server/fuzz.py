@@ -6,7 +6,7 @@
 What a stranger sends must be refused with a reason and be without effect: the run's means stay those of an undisturbed
 run, to the bit. What a worker sends is either refused without effect, too, or ends the run with an error that names it.
 Nobody may raise anything else in a server. What is well-formed is believed: a worker may push any gradient, and set any
-residual.
+residual, or say that the last round came to nothing.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from thinwire.wire import Data, Frame, parse_frame
 STRANGER = "a stranger"
 NAMES = {STRANGER: "an unknown peer", 0: "worker 0", 1: "worker 1"}
 WITHOUT_EFFECT = {"late", "duplicate", "out of order", "busy", "foreign"}
+LATER = 1 << 40  # steps committed: more than there are
 SHAPES = {"layer.weight": (16, 15), "layer.bias": (7,)}  # three partitions
 RECIPES = (
     "topk:0.05", "onebit", "int4@ef", "lowrank:2", "topk:0.05@ef:lr", "randomk:0.1", "natural:3", "topk:0.1~int8",
@@ -177,7 +178,7 @@ def fuzz(count: int, *, seed: int = 0, every: int = 1000) -> Counter[str]:
 
 def _more(session: int) -> list[Frame]:
     """Return frames that steps do not send: questions about residuals, signs of life, goodbyes."""
-    about = Residuals(["layer.bias", "nobody"], [0, 0], [7, 2], [0.1, 0.0], 2.0, 1 << 40)
+    about = Residuals(["layer.bias", "nobody"], [0, 0], [7, 2], [0.1, 0.0], 2.0, LATER)
     bodies = {
         Kind.GET: about.pack(),
         Kind.PUT: pack_values(dataclasses.replace(about, names=["no", "body"]), bytes(36)),
@@ -270,8 +271,9 @@ class Run:
             self.check_named(failure)
             return f"ended the run: {next(iter(reasons), 'as a goodbye or a push does')}"
         if not reasons:
-            taken = frame.kind in (Kind.PUSH, Kind.PUT) and frame.content not in self.alternates()
-            self.believed |= taken or self.service.counts["rounds"] > rounds
+            values = frame.kind in (Kind.PUSH, Kind.PUT) and frame.content not in self.alternates()
+            again = frame.kind == Kind.GET and Residuals.parse(frame.payload).step < LATER  # the last round was nothing
+            self.believed |= values or again or self.service.counts["rounds"] > rounds
             if self.believed or frame.kind in (Kind.BYE, Kind.PUSH):
                 self.culprits.add(rank)
             return "taken"
