@@ -110,7 +110,7 @@ if sys.argv[1] == "close":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ending", ["close", "leave"])
 def test_two_nodes_whose_workers_do_not_end_together(tmp_path, ending):
     script, mark = tmp_path / "train.py", uuid.uuid4().hex
@@ -122,7 +122,7 @@ def test_two_nodes_whose_workers_do_not_end_together(tmp_path, ending):
         _launched(mark, *common, "--node-rank", "0", "--metrics", metrics, str(script), ending) as first,
         _launched(mark, *common, "--node-rank", "1", "--status", "1", str(script), ending) as second,
     ):
-        outputs = [launch.communicate(timeout=250)[0] for launch in (first, second)]
+        outputs = [launch.communicate(timeout=350)[0] for launch in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0], outputs
     saved = [line for output in outputs for line in output.splitlines() if "saved" in line]
     assert sorted(line.split()[1] for line in saved) == ["0", "1"]
