@@ -24,7 +24,7 @@ class Kept:
     def __init__(self):
         self.residuals, self.asked = {}, None
 
-    def read_residuals(self, partitions, loss_scale, step):
+    def read_residuals(self, partitions, loss_scale, rates, step):
         self.asked = {p.name for p in partitions}, step
         return [self.residuals[p.name, p.offset] for p in partitions]
 

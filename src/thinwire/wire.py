@@ -111,7 +111,7 @@ class Layout:
 _FRAME = struct.Struct("<4sHBBQQQQIIQII")
 _CHECKSUM = struct.Struct("<I4x")  # the last field and padding
 FRAME_MAGIC = b"tw\x00\xf5"
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 FRAME_NBYTES = _FRAME.size  # of a frame's header
 MAX_PAYLOAD_NBYTES = 1 << 30
 

@@ -3,7 +3,7 @@
 probe.py receive NBYTES REPEATS [SENDERS]   rank 0 times what the others send it
 probe.py send NBYTES                        the same, one sender, rank 0 sends
 probe.py rtt NUM                            rank 1 answers rank 0, one byte each way
-probe.py stream SECONDS                     rank 1 sends, rank 0 prints the rate of every half second
+probe.py stream NUM                         rank 1 sends, rank 0 prints the rates of so many half seconds
 probe.py tree                               leave a grandchild in a session of its own, print its id, sleep
 probe.py fail RANK                          this rank exits with status 7, the others sleep
 probe.py sleep
@@ -98,20 +98,19 @@ def rtt(num: int) -> None:
             peer.sendall(b"p")
 
 
-def stream(seconds: float) -> None:
-    end = time.monotonic() + seconds
+def stream(num: int) -> None:
     if RANK == 0:
         (peer,) = serve(1)
-        while time.monotonic() < end:
+        for _ in range(num):
             start, nbytes = time.monotonic(), 0
             while time.monotonic() < start + 0.5:
                 nbytes += len(peer.recv(1 << 16))
-            print(json.dumps(8 * nbytes / (time.monotonic() - start)))
+            print(json.dumps(8 * nbytes / (time.monotonic() - start)), flush=True)
         os._exit(0)
     elif RANK == 1:
         peer = connect()
         try:
-            while time.monotonic() < end + 1:
+            while True:
                 peer.sendall(bytes(1 << 14))
         except OSError:
             pass
@@ -126,7 +125,7 @@ def main() -> None:
     elif what == "rtt":
         rtt(int(rest[0]))
     elif what == "stream":
-        stream(float(rest[0]))
+        stream(int(rest[0]))
     elif what == "tree":
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
         print(json.dumps(child.pid))

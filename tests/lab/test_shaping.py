@@ -1,7 +1,6 @@
 """What the emulated network does to real sockets. Bounds are wide: the machine may be busy with other things."""
 
 import statistics
-import threading
 import time
 from pathlib import Path
 
@@ -67,14 +66,17 @@ def test_many_senders_share_the_receivers_rate(probe):
 
 def test_rates_change_while_connections_stay_up(probe):
     with Lab(nodes=2, rate="20mbit") as lab:
-        threading.Timer(1.5, lab.set_rate, ("80mbit",)).start()
-        threading.Timer(3.0, lab.set_rate, (None,), {"node": 0, "direction": "down"}).start()
-        threading.Timer(3.0, lab.set_rate, ("5mbit",), {"node": 1, "direction": "up"}).start()
-        rates, _ = probe(lab, "stream", 4.5)
+
+        def unequal() -> None:
+            lab.set_rate(None, node=0, direction="down")
+            lab.set_rate("5mbit", node=1, direction="up")
+
+        rates, _ = probe(lab, "stream", 18, after={6: lambda: lab.set_rate("80mbit"), 12: unequal})
         assert (lab.rates[0].down, lab.rates[0].up, lab.rates[1].up) == (None, 8 * 10**7, 5 * 10**6)
-    assert 12e6 < rates[1] < 21e6
-    assert 50e6 < max(rates[3:6]) < 82e6
-    assert 2e6 < rates[-1] < 6e6
+    # Medians: whoever was not run for a while finds much at once. What was queued before a change comes after it.
+    assert 12e6 < statistics.median(rates[1:6]) < 21e6
+    assert 50e6 < statistics.median(rates[7:12]) < 82e6
+    assert 2e6 < statistics.median(rates[13:]) < 6e6
 
 
 @pytest.mark.parametrize("latency_s", [0.001, 0.020])
@@ -88,7 +90,7 @@ def test_a_round_trip_takes_twice_the_latency(probe, latency_s):
 
 def test_the_delay_line_carries_200_mbit(probe):
     with Lab(nodes=2, rate="200mbit", latency="2ms") as lab:
-        rates, _ = probe(lab, "stream", 2.5)
+        rates, _ = probe(lab, "stream", 5)
     assert 60e6 < max(rates) < 205e6  # 191 Mbit/s of payload where the processor is free
 
 

@@ -278,7 +278,8 @@ class Run:
                 self.culprits.add(rank)
             return "taken"
         (reason,) = reasons
-        assert reason in WITHOUT_EFFECT, reasons
+        present = any(worker.rank == rank for worker in self.service._present())
+        assert reason in WITHOUT_EFFECT or not present, reasons
         assert self.log.last.startswith(f"refused a frame of worker {rank}: ")
         assert all(answer.kind == Kind.ERROR for answer in self.inbox[rank][answers:])
         return f"refused: {reason}"

@@ -63,7 +63,7 @@ def test_noise_is_no_frame(header, payload):
 def test_another_version_is_named():
     header = bytearray(Frame(kind=1, session=1).header())
     header[4] += 1
-    with pytest.raises(WireError, match=r"expected version 1 and wire format .*got 2 and"):
+    with pytest.raises(WireError, match=r"expected version 2 and wire format .*got 3 and"):
         parse_frame(bytes(header), b"")
 
 

@@ -196,7 +196,7 @@ def test_a_worker_that_ended_without_goodbye_is_not_waited_for() -> None:
 def test_the_same_signal_twice_ends_a_server_and_another_one_does_not() -> None:
     server = start(1, 0, 1, "--heartbeat-timeout", "600")
     worker = Worker(server.address)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1):  # the last as `launch` asks
         server.process.send_signal(number)
         time.sleep(1.0)
         assert server.process.poll() is None

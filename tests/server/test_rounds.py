@@ -216,6 +216,23 @@ def test_those_present_finish_the_round(stage, order):
     assert workers.service.refused == {"late": 1}
 
 
+def test_a_worker_that_was_taken_for_lost_is_told_and_can_end_nothing():
+    """It was stopped and goes on, or what it sends is damaged: the others have gone on without it."""
+    workers = Workers(3, on_worker_loss="continue")
+    workers.service.lose([1], "is gone")
+    beat = workers.cluster.frame(Kind.HEARTBEAT, 1, "")
+    workers.cluster.send(0, 1, beat)
+    (failure,) = workers.errors(1)
+    assert failure == Failure("lost", "worker 1 was taken for lost before (seen by server 0 of 1)")
+    workers.service.receive(1, beat.header()[:-1], b"")
+    assert workers.service.refused == {"late": 1, "malformed": 1}
+    for rank in (0, 2):
+        workers.push(rank, 0, float(rank), and_pull=True)
+    workers.got(0)
+    assert workers.errors(0) == workers.errors(2) == []
+    assert not workers.service.is_over
+
+
 def test_a_round_that_ends_while_a_worker_is_taken_for_lost():
     """It has pulled with its push, and is not answered: that would be an error for all."""
     workers = Workers(3, on_worker_loss="continue")

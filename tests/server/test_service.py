@@ -14,7 +14,9 @@ from world import World, bits, gradients
 
 from thinwire import BlockQuant, ErrorFeedback, TopK, TwoShot, parse_recipe
 from thinwire.aggregators.undo import Undo
+from thinwire.errors import WireError
 from thinwire.feedback import Slot
+from thinwire.server.mean import Store, Units
 from thinwire.server.protocol import Failure, Kind, Residuals
 
 RECIPES = [
@@ -158,6 +160,18 @@ def test_a_step_that_came_to_nothing_leaves_units_as_they_are(recipe, spoilt):
         served.step, served.loss_scales = served.step - 1, []
     assert [bits(v) for v in served.run(unit_ratio=0.5, loss_scale=2.0)] == [bits(v) for v in plain.run(unit_ratio=0.5)]
     _same_residuals(plain, served)
+
+
+def test_residuals_come_in_the_units_that_are_wished_for():
+    """After a step that came to nothing a worker's state is in units of that step already, a server is not."""
+    store, out, place = Store(), torch.empty(3), ("w", 0)
+    values = torch.tensor([1.0, -2.0, 3.0])
+    store.write(place, values, Units(step=3, loss_scale=2.0, rate=0.5))
+    for scale, rate, factor in ((2.0, 0.5, 1.0), (2.0, 0.25, 2.0), (4.0, 0.5, 2.0), (1.0, None, 0.5)):
+        store.read(place, out, loss_scale=scale, rate=rate, step=4)
+        assert torch.equal(out, factor * values)
+    with pytest.raises(WireError, match="w: expected a step from 3 on, got 2"):
+        store.read(place, out, loss_scale=1.0, step=2)
 
 
 def test_one_worker_asks_for_residuals_while_another_begins_a_step(monkeypatch):

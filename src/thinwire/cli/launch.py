@@ -1,7 +1,7 @@
 """``thinwire launch``: workers through torchrun, with parameter servers beside them."""
 
 import argparse
-import functools
+import os
 import signal
 import sys
 from pathlib import Path
@@ -81,5 +81,12 @@ def run(args: argparse.Namespace) -> int:
         script=(args.script, *args.arguments),
     )
     interrupt_on_signals()
-    # Where this process is killed it can end nobody: then the kernel asks them.
-    return launch(what, functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None)
+    parent = os.getpid()
+
+    def prepare() -> None:
+        """Where `launch` is killed it can end nobody: then the kernel asks its children."""
+        die_with_parent(signal.SIGTERM)
+        if os.getppid() != parent:  # that was sooner
+            os._exit(1)
+
+    return launch(what, prepare if sys.platform == "linux" else None)

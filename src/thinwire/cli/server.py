@@ -136,20 +136,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stop_on_signals(server: "Server", grace_s: float) -> None:
-    """Let a signal end the server when its run is over, and the same one again at once.
-
-    Two different ones are no haste: a cluster's manager may have signalled every process, before `thinwire launch`,
-    which heard it too, asks its servers.
-    """
+    """Let a signal end the server when its run is over, and the same one again at once, but for that of `launch`."""
     seen = set[int]()
 
     def stop(number: int, _: object) -> None:
-        server.stop(at_once=number in seen)
+        server.stop(at_once=number in seen - {signal.SIGUSR1})
         if not (seen or server.service.is_over):  # not by print, in whose middle the signal may have come
             os.write(2, f"serving on until the run is over, for {grace_s:g} s at most; again to end now\n".encode())
         seen.add(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup stays in force
             signal.signal(number, stop)
 

@@ -56,8 +56,10 @@ class ServedDriver(Driver, Protocol):
         """Connect, also to a node's ranks, and let servers compare the plans of all workers. Raises what they find."""
         ...
 
-    def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:
-        """Return what servers owe of these partitions, after so many committed steps; later ones are undone there."""
+    def read_residuals(
+        self, partitions: Sequence[Partition], loss_scale: float, rates: Mapping[str, float], step: int
+    ) -> list[Tensor]:
+        """Return what servers owe of these partitions before the step of that number, which they undo."""
         ...
 
     def write_residuals(

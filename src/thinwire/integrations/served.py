@@ -40,7 +40,7 @@ class OwedByServers:
 
     def read(self) -> dict[str, Tensor]:
         """Return this rank's share, zero elsewhere, in the shapes of parameters."""
-        found = self._driver.read_residuals(self._share, self._state.loss_scale, self._state.step)
+        found = self._ask(self._share, self._state.step)
         whole = {name: self._state.zeros(name, numel) for name, numel in self._numel.items()}
         for p, residual in zip(self._share, found, strict=True):
             whole[p.name][p.offset : p.offset + p.numel] = residual
@@ -55,7 +55,11 @@ class OwedByServers:
         """
         undelivered = (message for message in messages if any(rank == MEAN for rank, _ in message.nonfinite))
         partitions = [p for message in undelivered for p in message.layout.partitions if p.name in self._numel]
-        self._driver.read_residuals(partitions, self._state.loss_scale, step)
+        self._ask(partitions, step)
+
+    def _ask(self, partitions: Sequence[Partition], step: int) -> list[Tensor]:
+        state = self._state
+        return self._driver.read_residuals(partitions, state.loss_scale, state.learning_rates, step)
 
     def check(self, saved: Mapping[str, Tensor], *, strict: bool) -> None:
         """Compare names and shapes; a state that was saved after servers were lost has none.

@@ -224,13 +224,16 @@ class ServerDriver:
                 ticket.ready[position] = threading.Event()
                 self._node.lane(position).submit(functools.partial(self._run_inside, ticket, position))
 
-    def read_residuals(self, partitions: Sequence[Partition], loss_scale: float, step: int) -> list[Tensor]:
+    def read_residuals(
+        self, partitions: Sequence[Partition], loss_scale: float, rates: Mapping[str, float], step: int
+    ) -> list[Tensor]:
         """Return what servers owe of these partitions, (numel,) float32 each. Between steps only.
 
         Args:
             partitions: any.
             loss_scale: in units of which they are to be.
-            step: steps committed: of these partitions servers undo what they did in a later one.
+            rates: likewise, learning rates by parameter, where feedback corrects for them.
+            step: steps committed: of these partitions servers undo what they did in the step of that number.
 
         Raises:
             ServerError: the run has failed, or this driver is closed.
@@ -238,7 +241,7 @@ class ServerDriver:
         out = [torch.empty(p.numel, dtype=torch.float32) for p in partitions]
         for server, places in _by_server(partitions):
             into = torch.empty(sum(partitions[i].numel for i in places), dtype=torch.float32)
-            about = _about([partitions[i] for i in places], {}, loss_scale, step)
+            about = _about([partitions[i] for i in places], rates, loss_scale, step)
             self._ask(server, Kind.GET, about.pack(), into.view(torch.uint8))
             for i, found in zip(places, into.split([partitions[i].numel for i in places]), strict=True):
                 out[i].copy_(found)

@@ -163,8 +163,8 @@ def run(launch: Launch, prepare: Callable[[], None] | None = None) -> int:
         try:
             _end(workers, signal.SIGTERM, WORKERS_S)
         finally:
-            # Not by SIGTERM, which a cluster's manager may have sent them already: see `thinwire server`.
-            _end(servers, signal.SIGINT, launch.grace_s + SERVERS_S)
+            # By a signal that nobody else sends: a terminal or a cluster's manager may have sent them theirs already.
+            _end(servers, signal.SIGUSR1, launch.grace_s + SERVERS_S)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], ask: signal.Signals, patience_s: float) -> None:

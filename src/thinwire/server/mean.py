@@ -78,8 +78,10 @@ class Store:
             raise WireError(f"{partition.name}: expected as many elements at {partition.offset} as before")
         return kept
 
-    def read(self, place: tuple[str, int], out: Tensor, *, loss_scale: float, step: int) -> None:
-        """Copy a partition's residual to `out`, in units of a loss scale, as it was before any step from `step` on."""
+    def read(
+        self, place: tuple[str, int], out: Tensor, *, loss_scale: float, step: int, rate: float | None = None
+    ) -> None:
+        """Copy a partition's residual to `out`, in units of a loss scale and rate, as it was before this step."""
         with self.lock:
             kept = self._kept.get(place)
             if kept is None or Slot.OWNER not in kept.tensors:
@@ -91,7 +93,8 @@ class Store:
             _check_numel(place, residual, out)
             if kept.units.step == step:
                 kept.take_back()
-            torch.mul(residual, loss_scale / kept.units.loss_scale, out=out)
+            rates = kept.units.rate / rate if rate and kept.units.rate else 1.0  # as `ErrorFeedback.unit_ratio`
+            torch.mul(residual, rates * (loss_scale / kept.units.loss_scale), out=out)
 
     def write(self, place: tuple[str, int], values: Tensor, units: Units) -> None:
         """Set a partition's residual, in these units; nothing is left to be taken back."""

@@ -19,7 +19,7 @@ from thinwire.server.sockets import (
     set_up,
     zmq_module,
 )
-from thinwire.wire import Data
+from thinwire.wire import MAX_PAYLOAD_NBYTES, Data
 
 POLL_S = 0.5  # between looks at heartbeats
 GRACE_S = 60.0  # for a last step and a checkpoint
@@ -141,6 +141,10 @@ class Server:
                 self.service.refuse(peer.bytes, WireError(f"expected parts, a header and a payload, got {came}"))
                 continue
             header, *payload = rest
+            if (nbytes := sum(len(part.buffer) for part in payload)) > MAX_PAYLOAD_NBYTES:
+                error = WireError(f"expected a payload of {MAX_PAYLOAD_NBYTES} bytes at most, got {nbytes}")
+                self.service.refuse(peer.bytes, error)
+                continue
             # The memory is libzmq's; the payload's view keeps it until an engine thread has read it.
             self.service.receive(peer.bytes, header.bytes, join(payload))
 

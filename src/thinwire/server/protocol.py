@@ -126,9 +126,9 @@ class Residuals(Text):
 
     Attributes:
         names, offsets, numels: the partitions.
-        rates: learning rates that the residuals are in units of; in a PUT, 0 where feedback does not ask for them.
+        rates: learning rates in units of which the residuals are, or are wished for; 0 where feedback asks for none.
         loss_scale: likewise.
-        step: steps committed: what servers did in a later one came to nothing.
+        step: steps committed: what servers did in the step of that number, numbered from 0, came to nothing.
     """
 
     names: list[str]

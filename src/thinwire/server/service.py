@@ -199,7 +199,7 @@ class Service:
         if (left_out := self._lines.admit(refusal.reason, now_s)) is not None:
             more = f" (and {left_out} more of this kind)" if left_out else ""
             logging.getLogger("thinwire").log(level, "refused a frame of %s: %s%s", who, refusal, more)
-        if worker is not None and refusal.reason in ("malformed", "content"):
+        if worker is not None and worker in self._present() and refusal.reason in ("malformed", "content"):
             self.fail(Failure("refused", f"server {self._name}: what worker {worker.rank} sent: {refusal}"))
 
     @property
@@ -218,6 +218,9 @@ class Service:
                 "foreign", f"session {frame.session:016x}, rank {frame.sender}: not of this run, or not from there"
             )
         if worker.rank in self._lost or worker.left:
+            if frame.kind == Kind.HEARTBEAT:  # it waits for an answer, and should not blame this server
+                gone = Failure("lost", f"worker {worker.rank} was taken for lost before (seen by server {self._name})")
+                self._tell(peer, self._frame(Kind.ERROR, payload=gone.pack()))
             raise RefusedError("late", f"worker {worker.rank} has left this run, or was taken for lost")
         worker.last_heard_s = now_s
         worker.clock = max(worker.clock, frame.clock)
@@ -383,8 +386,8 @@ class Service:
             places = list(zip(about.names, about.offsets, strict=True))
             if frame.kind == Kind.GET:
                 out = torch.empty(numel, dtype=torch.float32)
-                for place, one in zip(places, out.split(about.numels), strict=True):
-                    self.store.read(place, one, loss_scale=about.loss_scale, step=about.step)
+                for place, one, rate in zip(places, out.split(about.numels), about.rates, strict=True):
+                    self.store.read(place, one, loss_scale=about.loss_scale, step=about.step, rate=rate or None)
                 payload = memoryview(out.numpy())  # pyright: ignore[reportArgumentType]  # as below
             else:
                 found = as_tensor(values).view(torch.float32) if numel else torch.empty(0)
@@ -398,12 +401,12 @@ class Service:
         self._tell(worker.peer, self._frame(Kind.KEPT, round_=frame.round, payload=payload))
 
     def _bye(self, worker: _Worker, frame: Frame) -> None:
+        gave_up = Failure.parse(frame.payload) if memoryview(frame.payload).nbytes else None
         worker.left = True
         if self._failure is not None:
             return
-        if memoryview(frame.payload).nbytes:
-            failure = Failure.parse(frame.payload)
-            self.lose([worker.rank], f"gave up: {failure.message}")
+        if gave_up is not None:
+            self.lose([worker.rank], f"gave up: {gave_up.message}")
         else:
             self._lose_who_left()
 

@@ -1,4 +1,4 @@
-"""What both ends share of ZeroMQ: its import, addresses, and a way to wake a thread that waits for sockets."""
+"""What both ends share of ZeroMQ: addresses, frames in parts, who is connected, and a way to wake a waiting thread."""
 
 import functools
 import ipaddress
