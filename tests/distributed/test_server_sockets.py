@@ -4,7 +4,7 @@ import pytest
 from fuzz_sockets import fuzz_sockets
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])])
+@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_nonsense_on_sockets_has_no_effect(ranks, count):
     sent, refused, num_steps = fuzz_sockets(ranks(2), count)
     assert sent.total() == count

@@ -257,5 +257,5 @@ def test_a_million_frames_of_nonsense():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_hundred_thousand_frames_of_nonsense_of_workers():
-    assert fuzz_workers(100_000, seed=1).total() == 100_000
+def test_many_frames_of_nonsense_of_workers():
+    assert fuzz_workers(30_000, seed=1).total() == 30_000
