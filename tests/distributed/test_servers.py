@@ -225,6 +225,23 @@ def test_a_mean_that_came_to_nothing_counts_at_no_server(ranks):
                 assert whole == resumed
 
 
+def _gone_when_asked(rank, world_size, addresses):
+    def gone(messages, step):
+        raise ServerError("gone")
+
+    model = DDP(seeded(Tower))
+    with attached(model, "int8+fp16@ef", servers=addresses, on_nonfinite="warn") as link:
+        link._served.take_back = gone
+        with pytest.raises(RuntimeError, match="ServerError: gone"):  # as torch hands on what a hook raises
+            (loss(model, batch(rank, 0)) + 1e6 * model.module.layers[1].weight[0, 0]).backward()
+        return str(link.error)
+
+
+def test_a_server_that_is_gone_when_it_should_take_back_ends_the_run(ranks):
+    with servers(1) as started:
+        assert ranks(1).run(_gone_when_asked, [started[0].address]) == ["gone"]
+
+
 def _closed(rank, world_size, recipe, addresses):
     model = DDP(seeded(Tower))
     with attached(model, recipe, servers=addresses) as link:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from channels import open_channel
 
 from thinwire.errors import ServerError
 from thinwire.server import channel as module
-from thinwire.server.channel import Channel
 from thinwire.server.protocol import Failure, Kind
 from thinwire.server.sockets import Wake
 from thinwire.wire import Frame, parse_frame
@@ -36,17 +36,8 @@ class Worker:
     def __init__(self, listeners: list[zmq.Socket[bytes]]) -> None:
         self.errors: list[BaseException] = []
         self.failed, self.sockets_closed = threading.Event(), False
-        self.channel = Channel(
-            [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listeners],
-            session=7,
-            rank=0,
-            world_size=1,
-            keys=None,
-            heartbeat_s=0.1,
-            heartbeat_timeout_s=5.0,
-            timeout_s=5.0,
-            fail=self._fail,
-        )
+        addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listeners]
+        self.channel = open_channel(addresses, self._fail)
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)

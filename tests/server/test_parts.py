@@ -78,6 +78,18 @@ def test_a_stranger_that_sends_any_number_of_parts_is_named(
     assert peers[1].heard().kind == Kind.HEARTBEAT
 
 
+def test_parts_of_more_bytes_than_a_payload_may_have_are_not_joined(
+    server: Server, peers: list[Peer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="thinwire")
+    monkeypatch.setattr("thinwire.server.process.MAX_PAYLOAD_NBYTES", 100)
+    peers[1].socket.send_multipart([bytes(64), bytes(60), bytes(60)])
+    said = "server 0 of 1: what worker 1 sent: expected a payload of 100 bytes at most, got 120"
+    for peer in peers[:2]:
+        assert Failure.parse(peer.heard().payload) == Failure("refused", said)
+    assert server.service.refused == {"malformed": 1}
+
+
 @pytest.mark.parametrize("why", MESSAGES)
 def test_a_worker_that_does_ends_the_run_and_is_named(
     peers: list[Peer], why: str, caplog: pytest.LogCaptureFixture

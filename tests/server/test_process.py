@@ -14,18 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from channels import SESSION, open_channel
 from serving import ServerProcess, start
 
 from thinwire.errors import ServerError
-from thinwire.server.channel import Channel
 from thinwire.server.keys import ServerKeys, WorkerKeys, make_keys
 from thinwire.server.process import Server
 from thinwire.server.protocol import Hello, Kind, Residuals, pack_values
 from thinwire.server.service import ServiceOptions
 from thinwire.server.sockets import PART_NBYTES
 from thinwire.wire import FRAME_NBYTES, Frame
-
-SESSION = 7
 
 
 @contextmanager
@@ -47,17 +45,7 @@ class Worker:
     def __init__(self, address: str) -> None:
         self.error: BaseException | None = None
         self.failed = threading.Event()
-        self.channel = Channel(
-            [address],
-            session=SESSION,
-            rank=0,
-            world_size=1,
-            keys=None,
-            heartbeat_s=0.1,
-            heartbeat_timeout_s=20.0,
-            timeout_s=20.0,
-            fail=self._fail,
-        )
+        self.channel = open_channel([address], self._fail, timeout_s=20.0)
         self.channel.hello("a plan", 10.0)
         self._asked = 0
 
@@ -120,17 +108,7 @@ def test_a_channel_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest
     monkeypatch.setattr(zmq, "Context", Context)
     bad = WorkerKeys(b"~" * 40, b"~" * 40, b"~" * 40)
     with pytest.raises(ServerError, match=r"cannot connect to tcp://127\.0\.0\.1:5555"):
-        Channel(
-            ["tcp://127.0.0.1:5555"],
-            session=SESSION,
-            rank=0,
-            world_size=1,
-            keys=bad,
-            heartbeat_s=1.0,
-            heartbeat_timeout_s=5.0,
-            timeout_s=5.0,
-            fail=lambda error: None,
-        )
+        open_channel(["tcp://127.0.0.1:5555"], lambda error: None, keys=bad)
     assert [context.closed for context in made] == [True]
 
 

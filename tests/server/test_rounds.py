@@ -295,6 +295,8 @@ def test_a_worker_that_leaves_after_its_part_of_a_round_is_not_missed():
     workers.bye(1)
     workers.push(0, 0, 1.0, and_pull=True)
     assert workers.got(0) == [(0, 2.0, 2)]
+    workers.cluster.send(0, 1, workers.cluster.frame(Kind.HEARTBEAT, 1, ""))
+    assert workers.errors(1) == []  # its last sign of life was late: nobody takes it for lost
     workers.bye(0)
     assert not workers.service.counts["lost_workers"]
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run servers and workers of this node."""
-    from thinwire.lab.linux import die_with_parent
     from thinwire.server.launch import Launch
     from thinwire.server.launch import run as launch
 
@@ -81,12 +81,18 @@ def run(args: argparse.Namespace) -> int:
         script=(args.script, *args.arguments),
     )
     interrupt_on_signals()
+    return launch(what, _dying_with_this() if sys.platform == "linux" else None)
+
+
+def _dying_with_this() -> Callable[[], None]:
+    """Return what every child calls first: where `launch` is killed it can end nobody, and the kernel asks them."""
+    from thinwire.lab.linux import die_with_parent
+
     parent = os.getpid()
 
     def prepare() -> None:
-        """Where `launch` is killed it can end nobody: then the kernel asks its children."""
         die_with_parent(signal.SIGTERM)
         if os.getppid() != parent:  # that was sooner
             os._exit(1)
 
-    return launch(what, prepare if sys.platform == "linux" else None)
+    return prepare

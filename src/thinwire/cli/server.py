@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.server.metrics import StatusLine, serve_metrics
     from thinwire.server.process import Server
     from thinwire.server.service import ServiceOptions
+    from thinwire.server.sockets import join_address
 
     index, num = args.server_index
     options = ServiceOptions(
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if args.metrics is not None:
             host, port = args.metrics
             port = serve_metrics(server, port, host)
-            lines.append(f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics")
+            lines.append(f"metrics at http://{join_address(host, port)}/metrics")
         _stop_on_signals(server, args.grace)
         print(*lines, sep="\n", flush=True)
         if args.status is not None:

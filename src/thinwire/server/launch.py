@@ -12,7 +12,7 @@ from pathlib import Path
 from thinwire.errors import ServerError
 from thinwire.server.cpus import check_cpus, describe, format_cpus, share_out
 from thinwire.server.process import GRACE_S
-from thinwire.server.sockets import check_address, is_loopback
+from thinwire.server.sockets import check_address, is_loopback, join_address
 
 ADDRESSES, KEYS = "THINWIRE_SERVERS", "THINWIRE_KEYS"  # what attach(servers="env") reads
 POLL_S = 0.2
@@ -83,7 +83,7 @@ class Launch:
     def addresses(self) -> list[str]:
         """Return the address of every server, by its number: node after node."""
         ports = range(self.port, self.port + self.servers_per_node)
-        return [f"tcp://{f'[{host}]' if ':' in host else host}:{port}" for host in self.hosts for port in ports]
+        return [f"tcp://{join_address(host, port)}" for host in self.hosts for port in ports]
 
     def server_commands(self) -> list[list[str]]:
         """Return the commands of this node's servers."""
@@ -106,7 +106,7 @@ class Launch:
         if self.metrics is None:
             return []
         host, port = self.metrics
-        return ["--metrics", f"{f'[{host}]' if ':' in host else host}:{port and port + place}"]  # 0: any
+        return ["--metrics", join_address(host, port and port + place)]  # 0: any
 
     def _bind(self, address: str) -> str:
         """Return where to listen: a host's name need not be that of one of its own interfaces."""

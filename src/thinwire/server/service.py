@@ -218,7 +218,9 @@ class Service:
                 "foreign", f"session {frame.session:016x}, rank {frame.sender}: not of this run, or not from there"
             )
         if worker.rank in self._lost or worker.left:
-            if frame.kind == Kind.HEARTBEAT:  # it waits for an answer, and should not blame this server
+            if (
+                frame.kind == Kind.HEARTBEAT and worker.rank in self._lost
+            ):  # it waits for an answer, and should not blame this server
                 gone = Failure("lost", f"worker {worker.rank} was taken for lost before (seen by server {self._name})")
                 self._tell(peer, self._frame(Kind.ERROR, payload=gone.pack()))
             raise RefusedError("late", f"worker {worker.rank} has left this run, or was taken for lost")

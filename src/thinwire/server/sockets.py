@@ -55,6 +55,15 @@ def check_address(address: str) -> str:
     return found["host"].strip("[]")
 
 
+def join_address(host: str, port: int) -> str:
+    """Return host:port, with brackets around what has colons itself.
+
+    >>> join_address("10.0.0.1", 5555), join_address("::1", 5555)
+    ('10.0.0.1:5555', '[::1]:5555')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can be reached at, or reach, a host.
 
