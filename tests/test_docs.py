@@ -1,7 +1,6 @@
 """Every example in the documentation and in `examples/` runs."""
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from thinwire.errors import LabError
 from thinwire.lab import Lab
+from thinwire.lab.ports import reserve_port
 from thinwire.recipes import recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -39,10 +39,8 @@ def torchrun(script: Path, *arguments: str, folder: Path) -> str:
 
 def beside_a_server(script: Path, *, folder: Path) -> str:
     launcher = [sys.executable, "-m", "thinwire", "launch", "--servers-per-node", "1", "--nproc-per-node", "2"]
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        ports = ["--port", str(one.getsockname()[1]), "--master-port", str(other.getsockname()[1])]
+    here = "127.0.0.1"
+    ports = ["--port", str(reserve_port(here)), "--master-port", str(reserve_port(here))]
     return run([*launcher, *ports, str(script)], folder)
 
 

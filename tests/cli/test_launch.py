@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from thinwire.cli import launch as cli_launch
 from thinwire.cli import server
 from thinwire.cli.server import option_arguments
+from thinwire.lab.ports import reserve_port
 from thinwire.server.launch import Launch
 
 MARK = "THINWIRE_TEST"  # in the environment of a launch, and so of all that it starts
@@ -28,9 +28,7 @@ def parse_launch(arguments):
 
 
 def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(reserve_port("127.0.0.1"))
 
 
 def _marked(mark):
@@ -66,17 +64,23 @@ def _launched(mark, *arguments, **kwargs):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc")
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGHUP, signal.SIGKILL))]
+    ("number", "send"),
+    [
+        (signal.SIGTERM, os.kill),
+        pytest.param(signal.SIGHUP, os.kill, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, os.kill, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow, id="Ctrl-C"),  # a terminal tells the group
+    ],
 )
-def test_a_launch_that_is_signalled_or_killed_leaves_nothing_behind(tmp_path, number):
+def test_a_launch_that_is_signalled_or_killed_leaves_nothing_behind(tmp_path, number, send):
     script, mark = tmp_path / "train.py", uuid.uuid4().hex
     script.write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'running')!r}).touch()\ntime.sleep(600)\n")
     where = ["--servers-per-node", "1", "--nproc-per-node", "1", "--port", _free_port(), "--master-port", _free_port()]
-    with _launched(mark, *where, str(script)) as launch:
+    with _launched(mark, *where, str(script), start_new_session=True) as launch:
         _wait_for((tmp_path / "running").exists, 60)
         commands = "\n".join(_marked(mark).values())
         assert all(what in commands for what in ("thinwire server", "torch.distributed.run", "train.py"))
-        launch.send_signal(number)
+        send(launch.pid, number)
         _wait_for(lambda: not _marked(mark), 50)
         assert launch.wait() == (-number if number == signal.SIGKILL else 130)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 import thinwire.server.launch
 from thinwire.cli import main
 from thinwire.errors import ServerError
+from thinwire.lab.ports import reserve_port
 from thinwire.server.cpus import format_cpus, parse_cpus, share_out
 from thinwire.server.launch import Launch
 
@@ -101,10 +101,7 @@ def test_a_server_alone_is_measured(capsys):
 
 
 def test_launch_starts_servers_and_workers_and_ends_them():
-    with socket.socket() as free, socket.socket() as second:
-        free.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ports = free.getsockname()[1], second.getsockname()[1]
+    port = _free_port()
     example = str(Path(__file__).parents[2] / "examples/train_with_servers.py")
     where = [
         "--servers-per-node",
@@ -112,13 +109,13 @@ def test_launch_starts_servers_and_workers_and_ends_them():
         "--nproc-per-node",
         "2",
         "--port",
-        str(ports[0]),
+        port,
         "--master-port",
-        str(ports[1]),
+        _free_port(),
     ]
     done = _thinwire("launch", *where, example)
     assert done.returncode == 0, done.stderr
-    assert f"server 0 of 1 for 2 workers at tcp://127.0.0.1:{ports[0]}" in done.stdout
+    assert f"server 0 of 1 for 2 workers at tcp://127.0.0.1:{port}" in done.stdout
     assert "bytes sent per step and worker" in done.stdout
     assert "served " in done.stderr
 
@@ -209,6 +206,4 @@ def test_launch_with_too_few_processors(capsys):
 
 
 def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(reserve_port("127.0.0.1"))

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from thinwire.lab.ports import reserve_port
+
 WORKER = Path(__file__).with_name("rank_worker.py")
 GRACE_S = 15.0  # how long the others may go on once a rank has failed
 
@@ -136,7 +138,7 @@ class Ranks:
         """
         processes = self.pool.take(self.world_size)
         with tempfile.TemporaryDirectory() as folder:
-            where = f"file:{folder}/store" if store == "file" else f"tcp:{_free_port()}"
+            where = f"file:{folder}/store" if store == "file" else f"tcp:{reserve_port('127.0.0.1')}"
             for rank, process in enumerate(processes):
                 call = (function.__code__.co_filename, function.__qualname__, rank, self.world_size, where, args)
                 process.connection.send_bytes(pickle.dumps(call))
@@ -169,11 +171,3 @@ def _collect(processes: Sequence[RankProcess], timeout: float, grace: float) -> 
         story = f"still running after {seconds:.0f} s\n{processes[rank].stacks()}"
         outcomes[rank] = Outcome(rank, None, story, seconds)
     return [outcomes[rank] for rank in range(len(processes))]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

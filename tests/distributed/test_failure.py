@@ -3,7 +3,6 @@
 import datetime
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import Tower, attached, batch, loss, seeded
 
 from thinwire.errors import RankLostError, StateError
+from thinwire.lab.ports import reserve_port
 
 LIMIT_S = 20.0
 
@@ -131,9 +131,7 @@ print("done", rank, flush=True)
 
 
 def _programs(how, timeout=45.0):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = reserve_port("127.0.0.1")
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how],

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import threading
 import time
 
@@ -19,6 +18,7 @@ from training import ALL, Ledger, Tower, attached, batch, digest, gradients, los
 
 import thinwire
 from thinwire.errors import AttachError, PlanError, RankLostError, ServerError, StateError
+from thinwire.lab.ports import reserve_port
 from thinwire.server.channel import Channel
 from thinwire.server.client import ServerDriver, Servers
 from thinwire.server.protocol import Kind
@@ -599,9 +599,7 @@ def _survive(rank, world_size, folder, port):
 
 
 def test_a_server_is_started_again_from_what_workers_kept(ranks, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserve_port("127.0.0.1")
     (first, losses), (second, _) = ranks(2).run(_survive, str(tmp_path), port)
     assert first == second
     assert len(losses) == 6

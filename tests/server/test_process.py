@@ -18,6 +18,7 @@ from channels import SESSION, open_channel
 from serving import ServerProcess, start
 
 from thinwire.errors import ServerError
+from thinwire.lab.ports import reserve_port
 from thinwire.server.keys import ServerKeys, WorkerKeys, make_keys
 from thinwire.server.process import Server
 from thinwire.server.protocol import Hello, Kind, Residuals, pack_values
@@ -113,9 +114,7 @@ def test_a_channel_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest
 
 
 def test_localhost() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserve_port("127.0.0.1")
     server = Server(f"tcp://localhost:{port}", ServiceOptions(num_workers=1))
     thread = threading.Thread(target=server.run)
     thread.start()

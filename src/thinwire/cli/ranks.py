@@ -3,7 +3,6 @@
 import datetime
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from thinwire.comm.meeting import check_reachable
 from thinwire.errors import ThinwireError
+from thinwire.lab.ports import reserve_port
 
 MEETING_S = 60.0  # ranks may take so long to start, whatever the timeout of collectives
 _GRACE_S = 10.0  # for the others, once a rank has ended with an error
@@ -27,10 +27,7 @@ def launched() -> bool:
 
 def start(arguments: Sequence[str], num: int) -> int:
     """Run ``thinwire`` with these arguments on ranks of our own; return the status of the first that fails."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num)}
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port("127.0.0.1")), "WORLD_SIZE": str(num)}
     launch |= {"GLOO_SOCKET_IFNAME": "lo", "THINWIRE_SOCKET_IFNAME": "lo"}
     launch |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, "-m", "thinwire", *arguments]

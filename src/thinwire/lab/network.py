@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any, Literal, Self
 from thinwire.errors import LabError
 from thinwire.lab import bare
 from thinwire.lab.counters import read_interface
+from thinwire.lab.ports import reserve_port
 from thinwire.lab.run import OnLine, RankCommand, Run
 from thinwire.lab.units import MAX_NODES, LinkRate, NodeRates, Rate, expand_rates, parse_duration, parse_rate
 
@@ -313,9 +313,7 @@ class Loopback(Network):
             raise LabError(f"loopback cannot be slowed to {rate}: {self.reason or 'use Lab'}")
 
     def _rendezvous(self) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", probe.getsockname()[1]
+        return "127.0.0.1", reserve_port("127.0.0.1")
 
     def _enter(self, node: int, argv: Sequence[str]) -> list[str]:
         return list(argv)
