@@ -5,6 +5,7 @@ import itertools
 import json
 import struct
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,8 +17,10 @@ from thinwire import BlockQuant, ErrorFeedback, TopK, TwoShot, parse_recipe
 from thinwire.aggregators.undo import Undo
 from thinwire.errors import WireError
 from thinwire.feedback import Slot
+from thinwire.server import service as service_module
 from thinwire.server.mean import Store, Units
 from thinwire.server.protocol import Failure, Kind, Residuals
+from thinwire.wire import digest_of
 
 RECIPES = [
     "identity", "fp16", "bf16", "int8", "int8:stochastic", "int4", "int2", "int8:rotation=32", "e4m3", "e3m0",
@@ -232,6 +235,29 @@ def test_what_one_worker_says_alone_takes_nothing_back(alone):
     assert not cluster.services[0].refused
     assert [bits(v) for v in served.run()] == [bits(v) for v in plain.run()]
     _same_residuals(plain, served)
+
+
+def test_contents_count_for_as_long_as_they_have_memory(monkeypatch):
+    """A plan that is made anew every so often, as `Allocate`'s, must not reach the limit of a run some day."""
+    served = ServedWorld(parse_recipe("int8"), 1)
+    served.run()
+    cluster, service = served.cluster, served.cluster.services[0]
+    (first,) = service._served.values()
+    nbytes, loads = first.content.raw_nbytes, list(service.loads)
+    monkeypatch.setattr(service_module, "MAX_RAW_NBYTES", 2 * nbytes)
+    text, rounds = json.loads(served.plan.messages(list(served.shapes))[0].rounds[0].contents[0]), Counter()
+    for number in (1, 2, 3, 1, 1, 3, 2):
+        other = json.dumps({**text, "num_names": text["num_names"] + number})
+        cluster.send(0, 0, cluster.frame(Kind.DECLARE, 0, other, payload=other.encode()))
+        assert service._failure is None
+        content = service._served[digest_of(other)].content
+        push = struct.pack("<IIf", 1, 0, 1.0).ljust(content.push_nbytes, b"\0")
+        cluster.send(0, 0, cluster.frame(Kind.PUSH, 0, other, rounds[number], push))
+        cluster.send(0, 0, cluster.frame(Kind.PULL, 0, other, rounds[number]))
+        rounds[number] += 1
+        assert (service._failure, service.refused) == (None, {})
+        assert [one.content is content for one in service._served.values() if one.mean is not None] == [True]
+        assert (service._raw_nbytes, service.loads) == (nbytes, loads)
 
 
 def test_workers_of_different_loss_scales_get_nothing():

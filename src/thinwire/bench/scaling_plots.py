@@ -5,6 +5,7 @@ import html
 import io
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,18 @@ def _panels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         yield workload, list(some)
 
 
+def _most_compared(nodes: Sequence[int]) -> int:
+    """Return the number of hosts that comes most often; of several, the largest."""
+    counts = Counter(nodes)
+    return max(counts, key=lambda number: (counts[number], number))
+
+
 def _breakdown(rows: Sequence[Row]) -> bytes:
-    """A panel per workload, with the most hosts it was measured on; a bar per method."""
+    """A panel per workload, with the hosts on which most methods were measured; a bar per method."""
     panels = [
-        (f"{workload.removeprefix('replay:')}, {most} hosts", [row for row in some if row["nodes"] == most])
+        (f"{workload.removeprefix('replay:')}, {nodes} hosts", [row for row in some if row["nodes"] == nodes])
         for workload, some in _panels(rows)
-        if (most := max(row["nodes"] for row in some)) > 1
+        if (nodes := _most_compared([row["nodes"] for row in some])) > 1
     ]
     if not panels:
         return _empty("only one host was measured")

@@ -48,6 +48,11 @@ class Content:
         return frozenset((p.name, p.offset) for p in self.layout.partitions)
 
     @property
+    def raw_nbytes(self) -> int:
+        """Bytes of its gradients in fp32, which is what a server allocates for them."""
+        return 4 * sum(p.numel for p in self.layout.partitions)
+
+    @property
     def work(self) -> int:
         """Estimated work of a round."""
         return sum(server_work(partition) for partition in self.layout.partitions)

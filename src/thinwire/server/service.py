@@ -104,6 +104,7 @@ class Served:
         session: in which it was declared.
         content: what it is.
         mean: does the arithmetic; touched by the thread it is pinned to, only. None while others hold its partitions.
+        is_new: whether `mean` has no result yet: those that held its partitions before may hold them still.
         thread: that thread.
         round: the round that is being gathered.
         arrived: payloads of this round that are not added yet, by rank, with the frame that owns the memory.
@@ -118,6 +119,7 @@ class Served:
     content: Content
     mean: Mean | None
     thread: int
+    is_new: bool = True
     round: int = 0
     arrived: dict[int, Data] = field(default_factory=dict[int, Data])
     added: set[int] = field(default_factory=lambda: set())
@@ -321,17 +323,18 @@ class Service:
             return
         try:
             content = parse_content(text, self.options.num_workers)
-            raw = sum(4 * p.numel for p in content.layout.partitions)
-            if self._raw_nbytes + raw > MAX_RAW_NBYTES:
-                raise WireError(f"content: expected at most {MAX_RAW_NBYTES} bytes of gradients in all, got {raw} more")
+            if self._raw_nbytes + content.raw_nbytes > MAX_RAW_NBYTES:
+                raise WireError(
+                    f"content: expected at most {MAX_RAW_NBYTES} bytes of gradients in all, got {content.raw_nbytes} "
+                    f"beside {self._raw_nbytes}"
+                )
             mean = Mean(content, self.store, self._buffers)
         except (WireError, RuntimeError) as error:  # RuntimeError: no memory
             raise RefusedError("content", str(error)) from None
-        self._raw_nbytes += raw
-        thread = self.loads.index(min(self.loads))
-        self.loads[thread] += content.work
         with self._lock:  # engine threads go through them
-            self._served[digest] = Served(digest, frame.session, content, mean, thread)
+            served = Served(digest, frame.session, content, mean, self.loads.index(min(self.loads)))
+            self._count(served, 1)
+            self._served[digest] = served
 
     def _push(self, rank: int, frame: Frame) -> None:
         served, nbytes = self._of(frame, rank), memoryview(frame.payload).nbytes
@@ -521,7 +524,9 @@ class Service:
                         served.busy = False
                         return
                 if served.mean is None:
-                    served.mean = Mean(served.content, self.store, self._buffers)
+                    served.mean, served.is_new = Mean(served.content, self.store, self._buffers), True
+                    with self._lock:
+                        self._count(served, 1)
                 if complete:
                     self._publish(served, served.mean.close())
                     continue
@@ -568,7 +573,8 @@ class Service:
             served.results[served.round] = _Result(frame, header, present)
             self._finished_rounds += 1
             self.counts["rounds"] += 1
-            if served.round == 0:
+            if served.is_new:
+                served.is_new = False
                 self._drop_others(served)
             waiting = sorted(served.pulls & present)  # one may be lost, or have left, meanwhile
             done, served.round = served.round, served.round + 1
@@ -580,8 +586,16 @@ class Service:
         """Give back the memory of contents with the same partitions: DDP has made other buckets, or a phase begins."""
         places = served.content.places_in_model
         for other in self._served.values():
-            if other is not served and _is_idle(other) and not places.isdisjoint(other.content.places_in_model):
+            if other is served or other.mean is None or not _is_idle(other):
+                continue
+            if not places.isdisjoint(other.content.places_in_model):
                 other.mean = None
+                self._count(other, -1)
+
+    def _count(self, served: Served, sign: int) -> None:
+        """Note what a content takes of this server as long as it has memory."""
+        self._raw_nbytes += sign * served.content.raw_nbytes
+        self.loads[served.thread] += sign * served.content.work
 
     def _answer(self, served: Served, round_: int, rank: int) -> None:
         """Send a result to a worker; the last to get it lets it go."""
