@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import launch as cli_launch
-from thinwire.cli import server
+from thinwire.cli import main, server
 from thinwire.cli.server import option_arguments
 from thinwire.lab.ports import reserve_port
 from thinwire.server.launch import Launch
@@ -165,6 +165,12 @@ def test_the_slurm_script_launches_every_node(tmp_path):
     args = parse_launch(arguments)
     assert (args.hosts, args.node_rank, str(args.keys), args.nproc_per_node) == ("node1,node2", 1, "keys", 4)
     assert (args.port, args.master_port, args.script, args.arguments) == (10004, 10006, "my_train.py", ["--lr", "1"])
+
+
+def test_the_number_of_nodes_is_that_of_hosts(capsys):
+    assert main(["launch", "--nnodes", "2", "--nproc-per-node", "1", "t.py"]) == 1
+    assert "--nnodes: expected 1, one for each of --hosts 127.0.0.1, got 2" in capsys.readouterr().err
+    assert parse_launch(["launch", "--nnodes", "1", "--nproc-per-node", "1", "t.py"]).nnodes == 1
 
 
 def test_options_of_servers_are_handed_on():

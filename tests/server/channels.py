@@ -1,4 +1,4 @@
-"""Channels of one worker that is a run of its own."""
+"""Channels of one worker, which is a run of its own unless the test plays the others."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,13 +14,14 @@ def open_channel(
     *,
     keys: WorkerKeys | None = None,
     timeout_s: float = 5.0,
+    world_size: int = 1,
 ) -> Channel:
     """Connect; every silence of `timeout_s` is an error, of which `fail` hears."""
     return Channel(
         addresses,
         session=SESSION,
         rank=0,
-        world_size=1,
+        world_size=world_size,
         keys=keys,
         heartbeat_s=0.1,
         heartbeat_timeout_s=timeout_s,

@@ -4,15 +4,16 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import zmq
-from channels import open_channel
+from channels import SESSION, open_channel
 
-from thinwire.errors import ServerError
+from thinwire.errors import RankLostError, ServerError
 from thinwire.server import channel as module
-from thinwire.server.protocol import Failure, Kind
+from thinwire.server.protocol import Clocks, Failure, Kind, Welcome
 from thinwire.server.sockets import Wake
 from thinwire.wire import Frame, parse_frame
 
@@ -33,11 +34,11 @@ def listeners() -> Iterator[list[zmq.Socket[bytes]]]:
 class Worker:
     """A channel whose owner closes it on an error, as the driver does."""
 
-    def __init__(self, listeners: list[zmq.Socket[bytes]]) -> None:
+    def __init__(self, listeners: list[zmq.Socket[bytes]], timeout_s: float = 5.0, world_size: int = 1) -> None:
         self.errors: list[BaseException] = []
         self.failed, self.sockets_closed = threading.Event(), False
         addresses = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listeners]
-        self.channel = open_channel(addresses, self._fail)
+        self.channel = open_channel(addresses, self._fail, timeout_s=timeout_s, world_size=world_size)
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
@@ -51,6 +52,61 @@ def _heard(listener: zmq.Socket[bytes], timeout_s: float) -> Frame | None:
         return None
     _, header, payload = listener.recv_multipart()
     return parse_frame(header, payload)
+
+
+def _serve(listener: zmq.Socket[bytes], seconds: float, answer: Callable[[Frame], tuple[Kind, bytes] | None]) -> None:
+    """Answer frames of one worker, as server 0, for so long."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if listener.poll(1000 * left):
+            peer, header, payload = listener.recv_multipart()
+            if (said := answer(parse_frame(header, payload))) is not None:
+                frame = Frame(kind=said[0], session=SESSION, sender=0, payload=said[1])
+                listener.send_multipart([peer, frame.header(), said[1]])
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_that_a_server_has_another_run_is_said(listeners: list[zmq.Socket[bytes]], ends: bool) -> None:
+    """And only as long as it has: whoever is taken in the end waits for other workers, and sends heartbeats."""
+    kinds = list[Kind]()
+    busy = Kind.ERROR, Failure("busy", "server 0 of 1: another run is under way here").pack()
+
+    def answer(frame: Frame) -> tuple[Kind, bytes] | None:
+        kinds.append(Kind(frame.kind))
+        return busy if frame.kind == Kind.HELLO and not (ends and kinds.count(Kind.HELLO) > 2) else None
+
+    worker = Worker(listeners[:1])
+    server = threading.Thread(target=_serve, args=(listeners[0], 5.0, answer))
+    server.start()
+    with pytest.raises(ServerError) as told:
+        worker.channel.hello("plan", 4.0)
+    server.join()
+    worker.channel.close()
+    message = str(told.value)
+    assert "expected a welcome within 4 s" in message
+    assert ("another run is under way here" in message, "have all workers attached?" in message) == (not ends, ends)
+    assert (kinds.count(Kind.HELLO) == 3) == ends
+    # Ten in a second; a few before the first answer, and from two seconds after the last one on.
+    num_beats = kinds.count(Kind.HEARTBEAT)
+    assert num_beats > 3 if ends else num_beats < 10
+
+
+def test_a_lost_worker_is_not_the_one_that_is_behind(listeners: list[zmq.Socket[bytes]]) -> None:
+    def answer(frame: Frame) -> tuple[Kind, bytes] | None:
+        if frame.kind == Kind.HELLO:
+            return Kind.WELCOME, Welcome("continue").pack()
+        return (Kind.HEARTBEAT, Clocks([3, -1, 2]).pack()) if frame.kind == Kind.HEARTBEAT else None
+
+    worker = Worker(listeners[:1], timeout_s=1.0, world_size=3)
+    server = threading.Thread(target=_serve, args=(listeners[0], 3.0, answer))
+    server.start()
+    worker.channel.hello("plan", 3.0)
+    worker.channel.expect(0, 1, 0, torch.empty(8, dtype=torch.uint8), lambda: None)
+    assert worker.failed.wait(5.0)
+    server.join()
+    (error,) = worker.errors
+    assert isinstance(error, RankLostError)
+    assert "fewest exchanges begun: rank 2 (2), which lives but does not come" in str(error)
 
 
 def test_a_goodbye_has_left_when_close_returns(listeners: list[zmq.Socket[bytes]]) -> None:

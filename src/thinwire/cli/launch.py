@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.cli import interrupt_on_signals
 from thinwire.cli.bench import argument, positive_int
 from thinwire.cli.server import add_options, option_arguments, parse_metrics
+from thinwire.errors import ThinwireError
 from thinwire.server.cpus import parse_cpus_or_all
 
 
@@ -28,6 +29,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", type=positive_int, required=True, help="workers on every node")
     parser.add_argument(
         "--hosts", default="127.0.0.1", metavar="A,B", help="of all nodes, as the others reach them (default: this one)"
+    )
+    parser.add_argument(
+        "--nnodes", type=positive_int, metavar="N", help="how many hosts there are (default: as in --hosts)"
     )
     parser.add_argument("--node-rank", type=int, default=0, help="which of the hosts this is, from 0 (default: 0)")
     parser.add_argument("--port", type=positive_int, default=5555, help="of a node's first server (default: 5555)")
@@ -64,8 +68,14 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.server.launch import Launch
     from thinwire.server.launch import run as launch
 
+    hosts = tuple(args.hosts.split(","))
+    if args.nnodes not in (None, len(hosts)):
+        raise ThinwireError(
+            f"--nnodes: expected {len(hosts)}, one for each of --hosts {args.hosts}, got {args.nnodes}: name all nodes "
+            "there, as the others reach them, and run this on each with its --node-rank"
+        )
     what = Launch(
-        hosts=tuple(args.hosts.split(",")),
+        hosts=hosts,
         node_rank=args.node_rank,
         servers_per_node=args.servers_per_node,
         nproc_per_node=args.nproc_per_node,

@@ -20,6 +20,7 @@ from thinwire.wire import Data, Frame, parse_frame
 
 _ERRORS: dict[str, type[Exception]] = {"plan": PlanError, "lost": RankLostError}
 BUSY_S = 0.2  # between two hellos to a server that has another run
+BUSY_ANSWER_S = 2.0  # a server that does not turn the next hello away for so long has taken it
 LEAVE_S = 0.5  # for the last frames to go out
 
 
@@ -92,6 +93,7 @@ class Channel:
         self._heard_s = [time.monotonic()] * len(addresses)
         self._clocks = [0] * world_size
         self._welcomes: set[int] = set()
+        self._turned_away: dict[int, tuple[float, str]] = {}  # by servers with another run: when, and what they said
         self._welcome, self._closed = threading.Event(), threading.Event()
         self._greeted, self._left, self._hellos = False, False, list[bytes]()
         self._failed: BaseException | None = None
@@ -126,7 +128,12 @@ class Channel:
         self._greeted = True
         if not self._welcome.wait(timeout_s):
             missing = sorted(set(range(num)) - self._welcomes)
-            where = ", ".join(f"server {server} at {self._addresses[server]}" for server in missing)
+            where = ", ".join(map(self._name, missing))
+            now_s = time.monotonic()
+            for server in missing:
+                if self._is_busy(server, now_s):
+                    reason = self._turned_away[server][1]
+                    raise ServerError(f"{where}: expected a welcome within {timeout_s:g} s, got: {reason}")
             raise ServerError(
                 f"{where}: expected a welcome within {timeout_s:g} s; is it running, with --num-workers "
                 f"{self._world_size}, --server-index {missing[0]}/{num} and our keys, and have all workers attached?"
@@ -197,7 +204,8 @@ class Channel:
                     if self._welcome.is_set():
                         self._check(now_s)
                     for server in range(len(self._sockets) if self._greeted and not self._left else 0):
-                        self.send(server, Kind.HEARTBEAT)
+                        if not self._is_busy(server, now_s):
+                            self.send(server, Kind.HEARTBEAT)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._end(error)
         finally:
@@ -237,6 +245,11 @@ class Channel:
                 self.refused["malformed"] += 1
                 self._end(ServerError(f"{self._name(server)} sent what cannot be read: {error}"))
 
+    def _is_busy(self, server: int, now_s: float) -> bool:
+        """Whether a server still has another run, of which this worker's frames are not."""
+        said = self._turned_away.get(server)
+        return said is not None and server not in self._welcomes and now_s - said[0] < BUSY_ANSWER_S
+
     def _name(self, server: int) -> str:
         return f"server {server} at {self._addresses[server]}"
 
@@ -264,6 +277,7 @@ class Channel:
                 failure = Failure.parse(frame.payload)
                 if failure.kind == "busy" and not self._welcome.is_set():
                     # The run before may be ending: its last goodbye is still on its way.
+                    self._turned_away[server] = time.monotonic(), failure.message
                     threading.Timer(BUSY_S, self.send, (server, Kind.HELLO), {"payload": self._hellos[server]}).start()
                     return
                 self._end(_ERRORS.get(failure.kind, ServerError)(failure.message))
@@ -312,7 +326,8 @@ class Channel:
         with self._lock:
             oldest = min(self._awaited.items(), key=lambda item: item[1].since_s, default=None)
         if oldest is not None and now_s - oldest[1].since_s > self._timeout_s:
-            (server, _, _), least = oldest[0], min(self._clocks)
+            server, _, _ = oldest[0]
+            least = min((clock for clock in self._clocks if clock >= 0), default=0)  # below 0: lost before
             behind = [rank for rank, clock in enumerate(self._clocks) if clock == least]
             self._end(
                 RankLostError(
