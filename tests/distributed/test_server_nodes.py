@@ -9,7 +9,7 @@ import pytest
 import torch
 from serving import servers
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import ALL, Tower, attached, batch, digest, gradients, loss, seeded, train
+from training import ALL, Tower, attached, batch, digest, gradients, loss, seeded, stop_here, train
 
 import thinwire
 from thinwire import PlanOptions
@@ -166,7 +166,9 @@ def _die_at(stage):
                 if stage == "pull":  # its push has left, and it waits for the mean
                     method(*args)
                     time.sleep(0.2)
-                os.kill(os.getpid(), signal.SIGSTOP if stage == "stopped" else signal.SIGKILL)
+                if stage == "stopped":
+                    stop_here()
+                os.kill(os.getpid(), signal.SIGKILL)
             return method(*args)
 
         setattr(kind, name, trapped)
@@ -231,7 +233,7 @@ def _go_on_without(rank, world_size, addresses, folder, victim):
     link = thinwire.attach(model, "hier/int8", nodes=(2, 1), servers=where, options=ALL)
     for step in range(8):
         if step == 3 and rank == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
         model.zero_grad()
         try:
             loss(model, batch(rank, step)).backward()

@@ -14,7 +14,7 @@ import torch
 from serving import servers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, train
+from training import ALL, Ledger, Tower, attached, batch, digest, gradients, loss, seeded, stop_here, train
 
 import thinwire
 from thinwire.errors import AttachError, PlanError, RankLostError, ServerError, StateError
@@ -409,7 +409,9 @@ def _die_at(stage):
                 if stage in ("pull", "stopped"):  # its push has left, and it waits for the mean
                     method(*args)
                     time.sleep(0.2)
-                os.kill(os.getpid(), signal.SIGSTOP if stage == "stopped" else signal.SIGKILL)
+                if stage == "stopped":
+                    stop_here()
+                os.kill(os.getpid(), signal.SIGKILL)
             return method(*args)
 
         return trapped
