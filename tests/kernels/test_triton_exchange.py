@@ -29,7 +29,7 @@ from thinwire import (
 )
 from thinwire.aggregators import Aggregator, BufferPool, Message, MessageLayout
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("aggregators", "distributed")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("aggregators", "distributed", "server")]
 
 from late_device import LateDevice  # noqa: E402  # where they lie has to be known first
 from test_staging import StagedWorld  # noqa: E402
