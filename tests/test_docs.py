@@ -39,8 +39,7 @@ def torchrun(script: Path, *arguments: str, folder: Path) -> str:
 
 def beside_a_server(script: Path, *, folder: Path) -> str:
     launcher = [sys.executable, "-m", "thinwire", "launch", "--servers-per-node", "1", "--nproc-per-node", "2"]
-    here = "127.0.0.1"
-    ports = ["--port", str(reserve_port(here)), "--master-port", str(reserve_port(here))]
+    ports = ["--port", str(reserve_port()), "--master-port", str(reserve_port())]
     return run([*launcher, *ports, str(script)], folder)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.bench import engine, scaling
 from thinwire.bench.scaling import Grid, less_communication, needed_nbytes, remarks, row_of, run_grid
-from thinwire.bench.scaling_plots import cells, write_page
+from thinwire.bench.scaling_plots import _most_compared, cells, write_page
 from thinwire.bench.settings import Settings
 from thinwire.cli import main
 from thinwire.errors import LabError
@@ -129,6 +129,11 @@ def test_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "open_network", lambda nodes, **_: Loopback(nodes, reason="chosen by the test"))
     with pytest.raises(LabError, match=r"scaling over loopback says nothing.*chosen by the test"):
         run_grid(Grid(workloads=("replay:resnet50/8",), compute_s=0.01, steps=1), lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize(("nodes", "most"), [([1, 2, 2, 4], 2), ([1, 2, 2, 4, 4], 4), ([1, 2, 4], 4), ([1, 1], 1)])
+def test_bars_show_the_hosts_with_most_methods(nodes: list[int], most: int) -> None:
+    assert _most_compared(nodes) == most
 
 
 def test_the_page_holds_both_figures_and_the_table(document: dict[str, Any], tmp_path: Path) -> None:

@@ -27,10 +27,6 @@ def parse_launch(arguments):
     return parser.parse_args(arguments)
 
 
-def _free_port():
-    return str(reserve_port("127.0.0.1"))
-
-
 def _marked(mark):
     """Return the processes that carry this mark, with their commands."""
     found = {}
@@ -75,7 +71,8 @@ def _launched(mark, *arguments, **kwargs):
 def test_a_launch_that_is_signalled_or_killed_leaves_nothing_behind(tmp_path, number, send):
     script, mark = tmp_path / "train.py", uuid.uuid4().hex
     script.write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'running')!r}).touch()\ntime.sleep(600)\n")
-    where = ["--servers-per-node", "1", "--nproc-per-node", "1", "--port", _free_port(), "--master-port", _free_port()]
+    where = ["--servers-per-node", "1", "--nproc-per-node", "1"]
+    where += ["--port", str(reserve_port()), "--master-port", str(reserve_port())]
     with _launched(mark, *where, str(script), start_new_session=True) as launch:
         _wait_for((tmp_path / "running").exists, 60)
         commands = "\n".join(_marked(mark).values())
@@ -119,9 +116,9 @@ if sys.argv[1] == "close":
 def test_two_nodes_whose_workers_do_not_end_together(tmp_path, ending):
     script, mark = tmp_path / "train.py", uuid.uuid4().hex
     script.write_text(TRAIN)
-    port, metrics = _free_port(), _free_port()
+    port, metrics = str(reserve_port()), str(reserve_port())
     common = ["--hosts", "127.0.0.1,127.0.0.2", "--servers-per-node", "1", "--nproc-per-node", "1", "--port", port]
-    common += ["--master-port", _free_port(), "--heartbeat-timeout", "60", "--order", "arrival"]
+    common += ["--master-port", str(reserve_port()), "--heartbeat-timeout", "60", "--order", "arrival"]
     with (
         _launched(mark, *common, "--node-rank", "0", "--metrics", metrics, str(script), ending) as first,
         _launched(mark, *common, "--node-rank", "1", "--status", "1", str(script), ending) as second,

@@ -101,7 +101,7 @@ def test_a_server_alone_is_measured(capsys):
 
 
 def test_launch_starts_servers_and_workers_and_ends_them():
-    port = _free_port()
+    port = str(reserve_port())
     example = str(Path(__file__).parents[2] / "examples/train_with_servers.py")
     where = [
         "--servers-per-node",
@@ -111,7 +111,7 @@ def test_launch_starts_servers_and_workers_and_ends_them():
         "--port",
         port,
         "--master-port",
-        _free_port(),
+        str(reserve_port()),
     ]
     done = _thinwire("launch", *where, example)
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,8 @@ def test_launch_pins_servers_and_workers(tmp_path):
         "import os, sys\nprint('here', sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], sys.argv[1:])\n"
     )
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    where = ["--servers-per-node", "1", "--nproc-per-node", "1", "--port", _free_port(), "--master-port", _free_port()]
+    where = ["--servers-per-node", "1", "--nproc-per-node", "1"]
+    where += ["--port", str(reserve_port()), "--master-port", str(reserve_port())]
     done = _thinwire("launch", *where, "--cpu-affinity", f"{first},{second}", str(script), "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert f"processors of this node: worker 0: {first}; server 0: {second}" in done.stdout
@@ -203,7 +204,3 @@ def test_launch_with_too_few_processors(capsys):
     assert "one for each worker and each thread of 2 servers" in capsys.readouterr().err
     assert main(["launch", "--nproc-per-node", "1", "--cpu-affinity", "4000", "train.py"]) == 1
     assert "which this process may use, got 4000" in capsys.readouterr().err
-
-
-def _free_port():
-    return str(reserve_port("127.0.0.1"))

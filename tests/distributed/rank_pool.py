@@ -138,7 +138,7 @@ class Ranks:
         """
         processes = self.pool.take(self.world_size)
         with tempfile.TemporaryDirectory() as folder:
-            where = f"file:{folder}/store" if store == "file" else f"tcp:{reserve_port('127.0.0.1')}"
+            where = f"file:{folder}/store" if store == "file" else f"tcp:{reserve_port()}"
             for rank, process in enumerate(processes):
                 call = (function.__code__.co_filename, function.__qualname__, rank, self.world_size, where, args)
                 process.connection.send_bytes(pickle.dumps(call))

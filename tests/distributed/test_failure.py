@@ -131,7 +131,7 @@ print("done", rank, flush=True)
 
 
 def _programs(how, timeout=45.0):
-    port = reserve_port("127.0.0.1")
+    port = reserve_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how],

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import Tower, attached, seeded, train
+from training import Tower, attached, seeded, stop_here, train
 
 from thinwire.comm import meeting
 from thinwire.comm import mesh as mesh_module
@@ -333,6 +333,8 @@ def _killed(rank, world_size, folder, how):
         assert _round(mesh, AllToAll, [1 << 20] * world_size)
         half = torch.zeros(10_000, dtype=torch.uint8)
         os.write(mesh._fds[0], HEADER.pack(b"TWBK", 1, 1 << 20) + half.numpy().tobytes())
+        if how == signal.SIGSTOP:
+            stop_here()
         os.kill(os.getpid(), how)
     message, seconds = _failing(mesh)
     with open(f"{folder}/{rank}", "w") as file:

@@ -591,6 +591,7 @@ def _survive(rank, world_size, folder, port):
                 model = DDP(model.module, bucket_cap_mb=0.01)
                 link = thinwire.attach(model, "topk:0.05", servers=_quick([address]), options=ALL)
                 link.load_state_dict(state)
+                assert digest(t for _, t in sorted(link.state_dict()["worker"].items())) == kept[0]
         losses.append(float(value.detach()))
         optimizer.step()
     link.close()
@@ -601,7 +602,7 @@ def _survive(rank, world_size, folder, port):
 
 
 def test_a_server_is_started_again_from_what_workers_kept(ranks, tmp_path):
-    port = reserve_port("127.0.0.1")
+    port = reserve_port()
     (first, losses), (second, _) = ranks(2).run(_survive, str(tmp_path), port)
     assert first == second
     assert len(losses) == 6
@@ -697,7 +698,7 @@ def _without_keys(rank, world_size, address, keys):
     from thinwire.server.protocol import Hello, Kind
     from thinwire.wire import Frame
 
-    context, sockets = zmq.Context(), []
+    context, sockets, monitors = zmq.Context(), [], []
     context.set(zmq.MAX_SOCKETS, 2000)
     hello = Frame(kind=Kind.HELLO, session=1, payload=Hello(0, 1, 0, 1, "p").pack())
     for i in range(1000):
@@ -706,13 +707,16 @@ def _without_keys(rank, world_size, address, keys):
         if i % 2:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = keys
+        if i % 10 < 2:  # of both kinds
+            monitors.append(socket.get_monitor_socket(zmq.EVENT_CONNECTED))
         socket.connect(address)
         with contextlib.suppress(zmq.Again):  # turned away already
             socket.send_multipart([hello.header(), bytes(hello.payload)], flags=zmq.NOBLOCK)
         sockets.append(socket)
     time.sleep(2.0)
     answered = sum(bool(socket.poll(0)) for socket in sockets)
-    for socket in sockets:
+    assert all(monitor.poll(5000) for monitor in monitors)  # it was there
+    for socket in (*monitors, *sockets):
         socket.close()
     context.term()
     return answered

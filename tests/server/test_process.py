@@ -114,7 +114,7 @@ def test_a_channel_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest
 
 
 def test_localhost() -> None:
-    port = reserve_port("127.0.0.1")
+    port = reserve_port()
     server = Server(f"tcp://localhost:{port}", ServiceOptions(num_workers=1))
     thread = threading.Thread(target=server.run)
     thread.start()

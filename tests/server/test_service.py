@@ -238,7 +238,7 @@ def test_what_one_worker_says_alone_takes_nothing_back(alone):
 
 
 def test_contents_count_for_as_long_as_they_have_memory(monkeypatch):
-    """A plan that is made anew every so often, as `Allocate`'s, must not reach the limit of a run some day."""
+    """Phases and buckets that are over must not add up to the limit of a run; one that comes back replaces others."""
     served = ServedWorld(parse_recipe("int8"), 1)
     served.run()
     cluster, service = served.cluster, served.cluster.services[0]
@@ -258,6 +258,14 @@ def test_contents_count_for_as_long_as_they_have_memory(monkeypatch):
         assert (service._failure, service.refused) == (None, {})
         assert [one.content is content for one in service._served.values() if one.mean is not None] == [True]
         assert (service._raw_nbytes, service.loads) == (nbytes, loads)
+    monkeypatch.setattr(service_module, "MAX_RAW_NBYTES", nbytes)  # the next to come back has no room
+    cluster.inbox[0, 0].clear()
+    back = json.dumps({**text, "num_names": text["num_names"] + 1})
+    push = push[: service._served[digest_of(back)].content.push_nbytes]
+    cluster.send(0, 0, cluster.frame(Kind.PUSH, 0, back, rounds[1], push))
+    (frame,) = cluster.inbox[0, 0]
+    message = Failure.parse(frame.payload).message
+    assert f"at most {nbytes} bytes of gradients in all, got {nbytes} beside {nbytes}" in message
 
 
 def test_workers_of_different_loss_scales_get_nothing():

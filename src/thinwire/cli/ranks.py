@@ -27,7 +27,7 @@ def launched() -> bool:
 
 def start(arguments: Sequence[str], num: int) -> int:
     """Run ``thinwire`` with these arguments on ranks of our own; return the status of the first that fails."""
-    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port("127.0.0.1")), "WORLD_SIZE": str(num)}
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": str(num)}
     launch |= {"GLOO_SOCKET_IFNAME": "lo", "THINWIRE_SOCKET_IFNAME": "lo"}
     launch |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, "-m", "thinwire", *arguments]

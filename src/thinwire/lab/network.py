@@ -313,7 +313,7 @@ class Loopback(Network):
             raise LabError(f"loopback cannot be slowed to {rate}: {self.reason or 'use Lab'}")
 
     def _rendezvous(self) -> tuple[str, int]:
-        return "127.0.0.1", reserve_port("127.0.0.1")
+        return "127.0.0.1", reserve_port()
 
     def _enter(self, node: int, argv: Sequence[str]) -> list[str]:
         return list(argv)

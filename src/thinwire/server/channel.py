@@ -20,7 +20,6 @@ from thinwire.wire import Data, Frame, parse_frame
 
 _ERRORS: dict[str, type[Exception]] = {"plan": PlanError, "lost": RankLostError}
 BUSY_S = 0.2  # between two hellos to a server that has another run
-BUSY_ANSWER_S = 2.0  # a server that does not turn the next hello away for so long has taken it
 LEAVE_S = 0.5  # for the last frames to go out
 
 
@@ -93,7 +92,9 @@ class Channel:
         self._heard_s = [time.monotonic()] * len(addresses)
         self._clocks = [0] * world_size
         self._welcomes: set[int] = set()
-        self._turned_away: dict[int, tuple[float, str]] = {}  # by servers with another run: when, and what they said
+        self._turned_away: dict[int, tuple[float, str]] = {}  # by servers that had another run: when, and their words
+        self._hello_at_s: dict[int, float] = {}  # of these, whom to ask again, and when; they hear nothing before
+        self._said_s = [0.0] * len(addresses)  # when servers last heard a hello, or a heartbeat
         self._welcome, self._closed = threading.Event(), threading.Event()
         self._greeted, self._left, self._hellos = False, False, list[bytes]()
         self._failed: BaseException | None = None
@@ -129,14 +130,12 @@ class Channel:
         if not self._welcome.wait(timeout_s):
             missing = sorted(set(range(num)) - self._welcomes)
             where = ", ".join(map(self._name, missing))
-            now_s = time.monotonic()
-            for server in missing:
-                if self._is_busy(server, now_s):
-                    reason = self._turned_away[server][1]
-                    raise ServerError(f"{where}: expected a welcome within {timeout_s:g} s, got: {reason}")
+            said = [self._turned_away[server] for server in missing if server in self._turned_away]
+            last = f" {time.monotonic() - said[0][0]:.1f} s ago it said: {said[0][1]}" if said else ""
             raise ServerError(
                 f"{where}: expected a welcome within {timeout_s:g} s; is it running, with --num-workers "
                 f"{self._world_size}, --server-index {missing[0]}/{num} and our keys, and have all workers attached?"
+                f"{last}"
             )
         if self._failed is not None:
             raise self._failed
@@ -190,7 +189,7 @@ class Channel:
         beat_s = 0.0
         try:
             while not self._closed.is_set():
-                ready = dict(poller.poll(1000 * min(self._heartbeat_s, 0.5)))
+                ready = dict(poller.poll(1000 * min(self._heartbeat_s, BUSY_S if self._hello_at_s else 0.5)))
                 if self._wake.fd in ready:
                     self._wake.clear()
                 while self._outbox:
@@ -199,13 +198,15 @@ class Channel:
                     if socket in ready:
                         self._take_all(server, socket)
                 now_s = time.monotonic()
+                self._hello_again(now_s)
                 if now_s - beat_s >= self._heartbeat_s:
                     beat_s = now_s
                     if self._welcome.is_set():
                         self._check(now_s)
-                    for server in range(len(self._sockets) if self._greeted and not self._left else 0):
-                        if not self._is_busy(server, now_s):
-                            self.send(server, Kind.HEARTBEAT)
+                for server, said_s in enumerate(self._said_s if self._greeted and not self._left else ()):
+                    if now_s - said_s >= self._heartbeat_s and server not in self._hello_at_s:
+                        self._said_s[server] = now_s
+                        self.send(server, Kind.HEARTBEAT)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._end(error)
         finally:
@@ -245,10 +246,12 @@ class Channel:
                 self.refused["malformed"] += 1
                 self._end(ServerError(f"{self._name(server)} sent what cannot be read: {error}"))
 
-    def _is_busy(self, server: int, now_s: float) -> bool:
-        """Whether a server still has another run, of which this worker's frames are not."""
-        said = self._turned_away.get(server)
-        return said is not None and server not in self._welcomes and now_s - said[0] < BUSY_ANSWER_S
+    def _hello_again(self, now_s: float) -> None:
+        with self._lock:  # a hello after the goodbye would begin a run of nobody
+            for server in [server for server, at_s in self._hello_at_s.items() if now_s >= at_s and not self._left]:
+                del self._hello_at_s[server]
+                self._said_s[server] = now_s
+                self.send(server, Kind.HELLO, payload=self._hellos[server])
 
     def _name(self, server: int) -> str:
         return f"server {server} at {self._addresses[server]}"
@@ -277,8 +280,8 @@ class Channel:
                 failure = Failure.parse(frame.payload)
                 if failure.kind == "busy" and not self._welcome.is_set():
                     # The run before may be ending: its last goodbye is still on its way.
-                    self._turned_away[server] = time.monotonic(), failure.message
-                    threading.Timer(BUSY_S, self.send, (server, Kind.HELLO), {"payload": self._hellos[server]}).start()
+                    self._turned_away[server] = self._heard_s[server], failure.message
+                    self._hello_at_s[server] = self._heard_s[server] + BUSY_S
                     return
                 self._end(_ERRORS.get(failure.kind, ServerError)(failure.message))
             case kind:

@@ -103,9 +103,9 @@ class Served:
         digest: by which frames name it.
         session: in which it was declared.
         content: what it is.
-        mean: does the arithmetic; touched by the thread it is pinned to, only. None while others hold its partitions.
+        thread: the engine thread that it is pinned to.
+        mean: does the arithmetic; touched by that thread, only. None while others hold its partitions.
         is_new: whether `mean` has no result yet: those that held its partitions before may hold them still.
-        thread: that thread.
         round: the round that is being gathered.
         arrived: payloads of this round that are not added yet, by rank, with the frame that owns the memory.
         added: ranks whose payloads are.
@@ -117,8 +117,8 @@ class Served:
     digest: int
     session: int
     content: Content
-    mean: Mean | None
     thread: int
+    mean: Mean | None = None
     is_new: bool = True
     round: int = 0
     arrived: dict[int, Data] = field(default_factory=dict[int, Data])
@@ -323,18 +323,12 @@ class Service:
             return
         try:
             content = parse_content(text, self.options.num_workers)
-            if self._raw_nbytes + content.raw_nbytes > MAX_RAW_NBYTES:
-                raise WireError(
-                    f"content: expected at most {MAX_RAW_NBYTES} bytes of gradients in all, got {content.raw_nbytes} "
-                    f"beside {self._raw_nbytes}"
-                )
-            mean = Mean(content, self.store, self._buffers)
+            with self._lock:  # engine threads go through them
+                served = Served(digest, frame.session, content, self.loads.index(min(self.loads)))
+                self._hold(served)
+                self._served[digest] = served
         except (WireError, RuntimeError) as error:  # RuntimeError: no memory
             raise RefusedError("content", str(error)) from None
-        with self._lock:  # engine threads go through them
-            served = Served(digest, frame.session, content, mean, self.loads.index(min(self.loads)))
-            self._count(served, 1)
-            self._served[digest] = served
 
     def _push(self, rank: int, frame: Frame) -> None:
         served, nbytes = self._of(frame, rank), memoryview(frame.payload).nbytes
@@ -523,17 +517,14 @@ class Service:
                     if rank is None and not complete:
                         served.busy = False
                         return
-                if served.mean is None:
-                    served.mean, served.is_new = Mean(served.content, self.store, self._buffers), True
-                    with self._lock:
-                        self._count(served, 1)
+                    mean = served.mean or self._hold(served)
                 if complete:
-                    self._publish(served, served.mean.close())
+                    self._publish(served, mean.close())
                     continue
                 assert rank is not None
                 assert payload is not None
                 try:
-                    served.mean.add(rank, as_tensor(payload))
+                    mean.add(rank, as_tensor(payload))
                 except WireError as error:
                     self.refused["malformed"] += 1
                     raise WireError(f"what worker {rank} pushed: {error}") from None
@@ -591,6 +582,18 @@ class Service:
             if not places.isdisjoint(other.content.places_in_model):
                 other.mean = None
                 self._count(other, -1)
+
+    def _hold(self, served: Served) -> Mean:
+        """Give a content its memory."""
+        nbytes = served.content.raw_nbytes
+        if self._raw_nbytes + nbytes > MAX_RAW_NBYTES:
+            raise WireError(
+                f"content: expected at most {MAX_RAW_NBYTES} bytes of gradients in all, got {nbytes} beside "
+                f"{self._raw_nbytes}"
+            )
+        served.mean, served.is_new = Mean(served.content, self.store, self._buffers), True
+        self._count(served, 1)
+        return served.mean
 
     def _count(self, served: Served, sign: int) -> None:
         """Note what a content takes of this server as long as it has memory."""
